@@ -1,0 +1,1 @@
+"""Tasks to measure with, and the benchmarks behind `roundelay bench`."""

@@ -1,0 +1,220 @@
+"""Who can be measured: each contestant trains the same task for a while at one place and says how far it got.
+
+    ceiling     the same learners without any communication: what cannot be beaten
+    ddp         torch DistributedDataParallel;  ddp_fp16: with the fp16 hook;  ddp_accumulate: one all-reduce per 4 batches
+    periodic    torch PeriodicModelAverager, K = 8
+    any other   a strategy of ours, under its name, with its default settings
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+from roundelay.core.task import Task
+from roundelay.core.worker import Share
+from roundelay.train.learner import Learner
+from roundelay.train.options import Options
+from roundelay.train.place import Place
+from roundelay.train.recorder import cpu_seconds
+from roundelay.train.slow import slowdown
+
+WARM_STEPS = 6
+OTHERS = ("ceiling", "ddp", "ddp_fp16", "ddp_accumulate", "periodic")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant with its settings."""
+
+    name: str
+    strategy: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Options of the engine that differ from the defaults."""
+
+    @property
+    def ours(self) -> bool:
+        return self.name not in OTHERS
+
+    @property
+    def free(self) -> bool:
+        """Learners go at their own pace."""
+        return self.name == "ceiling" or self.strategy in ("adpsgd", "asgd", "hierarchical(adpsgd)")
+
+
+Step = Callable[[], None]
+
+
+class Runner:
+    """One contestant at one place, ready to step."""
+
+    def __init__(self, entry: Entry, place: Place, task: Task, batch: int, slow: str, lr: float, momentum: float, seed: int = 0) -> None:
+        self.entry, self.place, self.task, self.batch, self.lr, self.momentum = entry, place, task, batch, lr, momentum
+        self.steps = 0
+        self.seed = seed
+        self._slow = slowdown(slow, place.size, place.rank)
+        self._slow_setting = slow
+        torch.manual_seed(seed)
+        self.module = task.build()
+        self.learner: Learner | None = None
+        self._close: list[Callable[[], None]] = []
+        self.step = self._prepare()
+
+    def _prepare(self) -> Step:
+        if self.entry.ours:
+            return self._ours()
+        return {"ceiling": self._ceiling, "periodic": self._periodic}.get(self.entry.name, self._ddp)()
+
+    def next_batch(self) -> Any:
+        """The batch of this step: learners walk through the epochs side by side."""
+        samples, whole = self.task.samples, self.batch * self.place.size
+        place = (self.steps * whole + self.place.rank * self.batch) % (samples - self.batch)
+        return self.task.batch(self.steps * whole // samples, place, place + self.batch)
+
+    def _timed(self, compute: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        compute()
+        if self._slow > 1.0:
+            time.sleep((self._slow - 1.0) * (time.perf_counter() - began))
+
+    def _optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=self.lr, momentum=self.momentum)
+
+    def _backward(self, module: torch.nn.Module) -> None:
+        self.task.loss(module, self.next_batch()).backward()
+
+    def _ceiling(self) -> Step:
+        optimizer = self._optimizer(self.module)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            self._timed(lambda: self._backward(self.module))
+            optimizer.step()
+            self.steps += 1
+
+        return step
+
+    def _join_torch(self) -> None:
+        store = self.place.net.store
+        dist.init_process_group("gloo", store=PrefixStore(f"{store.prefix}ddp", store.tcp), rank=self.place.rank, world_size=self.place.size)  # type: ignore[attr-defined]
+        self._close.append(dist.destroy_process_group)
+
+    def _ddp(self) -> Step:
+        self._join_torch()
+        model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
+        if self.entry.name == "ddp_fp16":
+            model.register_comm_hook(None, fp16_compress_hook)
+        optimizer = self._optimizer(model)
+        every = 4 if self.entry.name == "ddp_accumulate" else 1
+
+        def step() -> None:
+            last = (self.steps + 1) % every == 0
+            if self.steps % every == 0:
+                optimizer.zero_grad(set_to_none=True)
+
+            def compute() -> None:
+                with nullcontext() if last else model.no_sync():
+                    (self.task.loss(model, self.next_batch()) / every).backward()
+
+            self._timed(compute)
+            if last:
+                optimizer.step()
+            self.steps += 1
+
+        return step
+
+    def _periodic(self) -> Step:
+        self._join_torch()
+        optimizer = self._optimizer(self.module)
+        averager = PeriodicModelAverager(period=8)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            self._timed(lambda: self._backward(self.module))
+            optimizer.step()
+            averager.average_parameters(self.module.parameters())
+            self.steps += 1
+
+        return step
+
+    def _ours(self) -> Step:
+        options = Options(strategy=self.entry.strategy, slow=self._slow_setting, **dict(self.entry.options))
+        self.learner = learner = Learner(self.place, self.module, self._optimizer(self.module), options)
+        self.learner.start()
+        self._close.append(learner.close)
+        size, batch = self.place.size, self.batch
+        machine = batch * len(learner.machine)
+
+        def compute() -> float:
+            loss = self.task.loss(self.module, self.next_batch())
+            loss.backward()
+            return float(loss.detach())
+
+        def step() -> None:
+            learner.advance(Share(batch, machine, batch * size, self.steps * batch * size, 1 << 62), compute)
+            self.steps += 1
+
+        return step
+
+    def barrier(self) -> None:
+        self.place.net.start_mean(torch.zeros(1)).wait() if self.place.size > 1 else None
+
+    def vector(self) -> torch.Tensor:
+        """The weights as they are now."""
+        if self.learner is not None:
+            return self.learner.worker.w.clone()
+        return torch.cat([p.detach().reshape(-1) for p in self.module.parameters()])
+
+    def finish(self) -> None:
+        if self.learner is not None:
+            self.learner.finish()
+
+    def close(self) -> None:
+        for close in reversed(self._close):
+            close()
+
+
+def contest(place: Place, entry: Entry, task: Task, batch: int, slow: str, seconds: float) -> dict[str, float]:
+    """Runs a contestant for about `seconds` and returns this learner's figures."""
+    torch.set_num_threads(1)
+    runner = Runner(entry, place, task, batch, slow, lr=0.01, momentum=0.9)
+    try:
+        runner.barrier()
+        began = time.perf_counter()
+        for _ in range(WARM_STEPS):
+            runner.step()
+        pace = torch.tensor([(time.perf_counter() - began) / WARM_STEPS])
+        if place.size > 1:
+            pace = place.net.start_mean(pace).wait()
+        if runner.learner is not None:
+            runner.learner.recorder.record()
+            met_before = runner.learner.recorder.total["meetings"]
+        runner.barrier()
+        steps = max(4, round(seconds / float(pace)) // 4 * 4)
+        first, cpu, began = runner.steps, cpu_seconds(), time.perf_counter()
+        if entry.free:
+            while time.perf_counter() - began < seconds:
+                runner.step()
+        else:
+            for _ in range(steps):
+                runner.step()
+        elapsed, used, done = time.perf_counter() - began, cpu_seconds() - cpu, runner.steps - first
+        figures = {"samples_per_s": done * batch / elapsed, "cpu_s": used, "steps": float(done), "elapsed_s": elapsed}
+        if runner.learner is not None:
+            runner.learner.recorder.record()
+            figures["meetings"] = float(runner.learner.recorder.total["meetings"] - met_before)
+        runner.finish()
+        runner.barrier()
+        return figures
+    finally:
+        runner.close()

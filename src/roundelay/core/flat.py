@@ -1,0 +1,99 @@
+"""A module's parameters as views of one contiguous vector, so that an equation about `w` is an operation on `w`.
+
+Gradients stay where autograd leaves them, one tensor per parameter: collecting them costs two passes over memory, and the
+strategies that never send a gradient do not need it. `gather` makes the vector for those that do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from roundelay.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lives in the vector."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+
+class Flat:
+    """phi: the trainable parameters of a module, one after the other in one vector."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not named:
+            raise UsageError("the module has no parameter to train", do="give a module with requires_grad parameters")
+        kinds = {(p.dtype, p.device) for _, p in named}
+        if len(kinds) != 1:
+            found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+            raise UsageError(
+                "the parameters do not share one type and device",
+                where=found,
+                do="convert the module with .to(dtype, device) before handing it over; use autocast for mixed precision",
+            )
+        self.dtype, self.device = kinds.pop()
+        self.phi = torch.empty(sum(p.numel() for _, p in named), dtype=self.dtype, device=self.device)
+        self.slots: list[Slot] = []
+        start = 0
+        for name, p in named:
+            stop = start + p.numel()
+            view = self.phi[start:stop].view_as(p)
+            view.copy_(p.detach())
+            p.data = view
+            self.slots.append(Slot(name, p, start, stop))
+            start = stop
+        # Batch-norm statistics and the like: never gossiped, averaged when the model is judged or saved.
+        self.buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point()]
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase) and self.device.type == "cuda":
+                layer.flatten_parameters()  # GPU: untested here; cuDNN wants its weights packed, then re-tied below
+        self._tie()
+
+    def _tie(self) -> None:
+        for slot in self.slots:
+            slot.parameter.data = self.phi[slot.start : slot.stop].view_as(slot.parameter)
+
+    def clear_gradients(self) -> None:
+        for slot in self.slots:
+            slot.parameter.grad = None
+
+    def gather(self, out: Tensor) -> Tensor:
+        """out <- the gradients as one vector; a parameter without one counts as zero."""
+        for slot in self.slots:
+            part = out[slot.start : slot.stop]
+            grad = slot.parameter.grad
+            if grad is None:
+                part.zero_()
+            else:
+                part.copy_(grad.reshape(-1))
+        return out
+
+    def scatter(self, g: Tensor) -> None:
+        """The parameters' gradients become views of g."""
+        for slot in self.slots:
+            slot.parameter.grad = g[slot.start : slot.stop].view_as(slot.parameter)
+
+    def buffer_vector(self) -> Tensor:
+        """The module's floating buffers as one vector (empty where there are none)."""
+        if not self.buffers:
+            return torch.empty(0, dtype=self.dtype, device=self.device)
+        return torch.cat([b.detach().reshape(-1).to(self.dtype) for _, b in self.buffers])
+
+    def load_buffers(self, vector: Tensor) -> None:
+        start = 0
+        for _, b in self.buffers:
+            b.copy_(vector[start : start + b.numel()].view_as(b))
+            start += b.numel()
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """The vector cut into tensors with the parameters' names and shapes."""
+        return {s.name: vector[s.start : s.stop].view_as(s.parameter).clone() for s in self.slots}

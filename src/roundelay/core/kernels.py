@@ -1,0 +1,172 @@
+"""Fused passes over flat vectors: each touches memory once where a chain of tensor operations would touch it several times.
+
+Memory traffic is what an exchange costs on a CPU, so these are compiled (numba), run without the interpreter's lock, and
+are exact: no fast-math, so a fused pass gives the same bits as the same formula in any other pass of this file. Vectors
+that do not live in host memory take the plain tensor operations instead (GPU: untested here).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+_compiled: Any = numba.njit(nogil=True, cache=True)
+
+
+@_compiled
+def _pair_average(a, b):  # type: ignore[no-untyped-def]
+    half = a.dtype.type(0.5)
+    for i in range(a.size):
+        m = half * (a[i] + b[i])
+        a[i] = m
+        b[i] = m
+
+
+@_compiled
+def _add_half_difference(w, other, mine):  # type: ignore[no-untyped-def]
+    half = w.dtype.type(0.5)
+    for i in range(w.size):
+        w[i] += half * (other[i] - mine[i])
+
+
+@_compiled
+def _add_difference(w, copy, after, before):  # type: ignore[no-untyped-def]
+    for i in range(w.size):
+        x = w[i] + (after[i] - before[i])
+        w[i] = x
+        copy[i] = x
+
+
+@_compiled
+def _sgd_direction(u, at, g, buf, scale, decay, mu, nesterov):  # type: ignore[no-untyped-def]
+    for i in range(g.size):
+        x = scale * g[i] + decay * at[i]
+        b = mu * buf[i] + x
+        buf[i] = b
+        u[i] = x + mu * b if nesterov else b
+
+
+@_compiled
+def _sgd_move(w, g, buf, scale, mu, step):  # type: ignore[no-untyped-def]
+    for i in range(g.size):
+        b = mu * buf[i] + scale * g[i]
+        buf[i] = b
+        w[i] = w[i] - step * b
+
+
+@_compiled
+def _sgd_move_and_copy(w, copy, g, buf, scale, mu, step):  # type: ignore[no-untyped-def]
+    for i in range(g.size):
+        b = mu * buf[i] + scale * g[i]
+        buf[i] = b
+        x = w[i] - step * b
+        w[i] = x
+        copy[i] = x
+
+
+@_compiled
+def _subtract_scaled(w, u, step):  # type: ignore[no-untyped-def]
+    for i in range(w.size):
+        w[i] = w[i] - step * u[i]
+
+
+@_compiled
+def _ordered_sum(out, rows, weights):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = weights[0] * rows[0, i]
+    for r in range(1, rows.shape[0]):
+        for i in range(out.size):
+            out[i] += weights[r] * rows[r, i]
+
+
+def _host(*vectors: Tensor) -> list[np.ndarray] | None:
+    if all(v.device.type == "cpu" and v.is_contiguous() for v in vectors):
+        return [v.detach().numpy() for v in vectors]
+    return None
+
+
+def pair_average(a: Tensor, b: Tensor) -> None:
+    """a, b <- (a + b) / 2, both the same bits."""
+    if (host := _host(a, b)) is not None:
+        _pair_average(*host)
+    else:
+        a.add_(b).mul_(0.5)
+        b.copy_(a)
+
+
+def add_half_difference(w: Tensor, other: Tensor, mine: Tensor) -> None:
+    """w <- w + (other - mine) / 2: the delta rule of a meeting."""
+    if (host := _host(w, other, mine)) is not None:
+        _add_half_difference(*host)
+    else:
+        w.add_(other - mine, alpha=0.5)
+
+
+def add_difference(w: Tensor, copy: Tensor, after: Tensor, before: Tensor) -> None:
+    """w <- w + (after - before), copy <- w; `copy` may be `after`."""
+    if (host := _host(w, copy, after, before)) is not None:
+        _add_difference(*host)
+    else:
+        w.add_(after - before)
+        copy.copy_(w)
+
+
+def sgd_direction(
+    u: Tensor, at: Tensor, g: Tensor, buf: Tensor, scale: float, decay: float, mu: float, nesterov: bool
+) -> None:
+    """x = scale g + decay at;  buf <- mu buf + x;  u <- buf (Nesterov: x + mu buf)."""
+    if (host := _host(u, at, g, buf)) is not None:
+        t = host[0].dtype.type
+        _sgd_direction(*host, t(scale), t(decay), t(mu), nesterov)
+    else:
+        x = g * scale + at * decay
+        buf.mul_(mu).add_(x)
+        u.copy_(x + mu * buf if nesterov else buf)
+
+
+def sgd_move(w: Tensor, copy: Tensor | None, g: Tensor, buf: Tensor, scale: float, mu: float, step: float) -> None:
+    """buf <- mu buf + scale g;  w <- w - step buf;  copy <- w."""
+    vectors = (w, g, buf) if copy is None else (w, copy, g, buf)
+    if (host := _host(*vectors)) is not None:
+        t = host[0].dtype.type
+        (_sgd_move if copy is None else _sgd_move_and_copy)(*host, t(scale), t(mu), t(step))
+    else:
+        buf.mul_(mu).add_(g, alpha=scale)
+        w.sub_(step * buf)
+        if copy is not None:
+            copy.copy_(w)
+
+
+def subtract_scaled(w: Tensor, u: Tensor, step: float) -> None:
+    """w <- w - step u, rounded as sgd_move rounds it."""
+    if (host := _host(w, u)) is not None:
+        _subtract_scaled(*host, host[0].dtype.type(step))
+    else:
+        w.sub_(step * u)
+
+
+def ordered_sum(out: Tensor, rows: Tensor, weights: Tensor) -> None:
+    """out <- sum over r of weights[r] rows[r], added in the order of r: the same bits wherever it is done."""
+    if (host := _host(out, rows, weights)) is not None:
+        _ordered_sum(*host)
+    else:
+        torch.mul(rows[0], weights[0], out=out)
+        for r in range(1, rows.shape[0]):
+            out.add_(weights[r] * rows[r])
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile (or load) every kernel for this type now, so that the first exchange does not pay for it."""
+    a, b, c, d = (torch.zeros(4, dtype=dtype) for _ in range(4))
+    pair_average(a, b)
+    add_half_difference(a, b, c)
+    add_difference(a, b, c, d)
+    sgd_direction(a, b, c, d, 1.0, 0.0, 0.0, False)
+    sgd_move(a, None, b, c, 1.0, 0.0, 0.0)
+    sgd_move(a, b, c, d, 1.0, 0.0, 0.0)
+    subtract_scaled(a, b, 0.0)
+    ordered_sum(a, torch.zeros(2, 4, dtype=dtype), torch.zeros(2, dtype=dtype))

@@ -1,0 +1,248 @@
+"""Who gets which batch.
+
+turn:  round r deals places r B .. (r+1) B of the epoch, in rank order; whoever finds none left joins with weight 0.
+race:  whoever is free takes the next places from a counter in the job's store, as a lease; leases of the dead go back.
+
+Places count global samples over all epochs: place p lies in epoch p // samples. Both deal every place of an epoch once, and
+both can start anywhere, so a resumed run goes on where the checkpoint stood, with any number of learners.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from roundelay.core.net import Store
+from roundelay.core.worker import Share
+
+Span = tuple[int, int]
+POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A learner's next piece of work: places start..stop of an epoch (none where start == stop)."""
+
+    epoch: int
+    start: int
+    stop: int
+    share: Share
+    span: Span
+    """The same in global places: what is done when this is done (for a machine: its first member's count)."""
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """What is dealt among whom."""
+
+    samples: int
+    """Samples in an epoch."""
+    total: int
+    """Places to deal in the whole run."""
+    batches: Sequence[int]
+    """Batch size of every learner, by rank."""
+    rank: int
+    machine: Sequence[int]
+    """Ranks of this learner's machine in a hierarchy; only itself otherwise."""
+    leaders: Sequence[int]
+    """Workers in the strategy's eyes: the first ranks of the machines in a hierarchy, else all ranks."""
+    first: int = 0
+    """Places dealt before this run began."""
+
+    def share(self, own: int, machine: int, round_samples: int, position: int, total: int) -> Share:
+        return Share(own, machine, round_samples, position, total, self.first)
+
+
+class Turn:
+    """Batches dealt in rounds."""
+
+    def __init__(self, dealt: Dealt) -> None:
+        self.dealt = dealt
+        self.stop_at: int | None = None
+        """Steps of this run after which to stop early."""
+
+    def __iter__(self) -> Iterator[Claim]:
+        d = self.dealt
+        position, everybody, steps = d.first, sum(d.batches), 0
+        before = [sum(d.batches[:rank]) for rank in range(len(d.batches))]
+        while position < d.total and (self.stop_at is None or steps < self.stop_at):
+            epoch = position // d.samples
+            end = min((epoch + 1) * d.samples, d.total)
+            round_samples = min(everybody, end - position)
+
+            def span(rank: int, position: int = position, end: int = end) -> Span:
+                start = min(position + before[rank], end)
+                return start, min(start + d.batches[rank], end)
+
+            start, stop = span(d.rank)
+            machine = sum(b - a for a, b in map(span, d.machine))
+            share = d.share(stop - start, machine, round_samples, position, d.total)
+            yield Claim(
+                epoch, start - epoch * d.samples, stop - epoch * d.samples, share, (position, position + round_samples)
+            )
+            position += round_samples
+            steps += 1
+
+
+class Race:
+    """Batches claimed from a counter. In a hierarchy the machine's first rank claims for all its members."""
+
+    def __init__(self, dealt: Dealt, store: Store, holes: Sequence[Span] = (), patience_s: float = 60.0) -> None:
+        self.dealt, self.store, self.patience_s = dealt, store, patience_s
+        self.leader = dealt.machine[0]
+        self._leased: list[Span] = []
+        self._rest: list[Span] = []
+        self._returned: set[int] = set()
+        self.dead: set[int] = set()
+        if dealt.rank == 0:
+            store.add("claimed", dealt.first)
+            for hole in holes:
+                self._give_back(hole)
+            store.set("dealing", "1")
+
+    def _give_back(self, span: Span) -> None:
+        number = self.store.add("returned", 1)
+        self.store.set(f"returned/{number}", json.dumps(span))
+
+    def bury(self, dead: Sequence[int]) -> None:
+        """Leases of the dead go back; exactly one of the living sees to it."""
+        for rank in set(dead) - self.dead:
+            self.dead.add(rank)
+            if self.store.add(f"lease-taken-back/{rank}", 1) == 1:
+                for span in json.loads(self.store.get(f"lease/{rank}") or "[]"):
+                    self._give_back(tuple(span))
+
+    def complete(self, span: Span) -> None:
+        """This work is in w."""
+        self._leased = [s for s in self._leased if s != span]
+
+    def stop(self) -> None:
+        """Nothing beyond what has been claimed by now is dealt any more."""
+        self.store.claim("stop-total", str(self.store.add("claimed", 0)))
+
+    @property
+    def total(self) -> int:
+        stop = self.store.get("stop-total")
+        return self.dealt.total if stop is None else min(self.dealt.total, int(stop))
+
+    def _next_returned(self) -> Span | None:
+        returned, taken = int(self.store.get("returned") or 0), int(self.store.get("returned-taken") or 0)
+        if taken >= returned:
+            return None
+        number = self.store.add("returned-taken", 1)
+        if number > returned:
+            self.store.add("returned-taken", -1)
+            return None
+        while (note := self.store.get(f"returned/{number}")) is None:
+            time.sleep(POLL_S)
+        start, stop = json.loads(note)
+        return start, stop
+
+    def _next_span(self, size: int) -> Span | None:
+        """The next places: what was given back first, then the counter."""
+        if not self._rest:
+            found = self._next_returned() if self.store.get("stop-total") is None else None
+            if found is None:
+                start = self.store.add("claimed", size) - size
+                total = self.total
+                if start >= total:
+                    return None
+                found = (start, min(start + size, total))
+            self._rest = self._cut(found, size)
+        return self._rest.pop(0)
+
+    def _cut(self, span: Span, size: int) -> list[Span]:
+        """A span in pieces that lie in one epoch and are no larger than a batch."""
+        pieces, (start, stop) = [], span
+        while start < stop:
+            end = min(stop, start + size, (start // self.dealt.samples + 1) * self.dealt.samples)
+            pieces.append((start, end))
+            start = end
+        return pieces
+
+    def __iter__(self) -> Iterator[Claim]:
+        while self.store.get("dealing") is None:
+            time.sleep(POLL_S)
+        if self.dealt.rank != self.leader:
+            yield from self._follow()
+            return
+        size = sum(self.dealt.batches[rank] for rank in self.dealt.machine)
+        number = 0
+        idle = False
+        while True:
+            span = self._next_span(size)
+            if span is None:
+                # Stay until everybody has run out: somebody may die and leave work behind.
+                if not idle and not self._leased:
+                    self._note_lease()
+                    self.store.set(f"idle/{self.dealt.rank}", "1")
+                    idle = True
+                if idle and self._everybody_idle():
+                    break
+                time.sleep(POLL_S)
+                continue
+            if idle:
+                self.store.set(f"idle/{self.dealt.rank}", "0")
+                idle = False
+            self._leased.append(span)
+            self._note_lease()
+            if len(self.dealt.machine) > 1:
+                number += 1
+                self.store.set(f"machine/{self.leader}/{number}", json.dumps(span))
+            yield self._claim(span)
+        if len(self.dealt.machine) > 1:
+            self.store.set(f"machine/{self.leader}/{number + 1}", "null")
+
+    def _note_lease(self) -> None:
+        # A learner that dies between the counter and this line takes its places with it; the window is one message long.
+        self.store.set(f"lease/{self.dealt.rank}", json.dumps(self._leased))
+
+    def _everybody_idle(self) -> bool:
+        leaders = [r for r in self.dealt.leaders if r not in self.dead]
+        if all(self.store.get(f"idle/{r}") == "1" or r == self.dealt.rank for r in leaders):
+            return int(self.store.get("returned-taken") or 0) >= int(self.store.get("returned") or 0)
+        return False
+
+    def _follow(self) -> Iterator[Claim]:
+        number = 1
+        while True:
+            while (note := self.store.get(f"machine/{self.leader}/{number}")) is None:
+                time.sleep(0.001)
+            span = json.loads(note)
+            if span is None:
+                return
+            number += 1
+            yield self._claim((span[0], span[1]))
+
+    def _claim(self, span: Span) -> Claim:
+        d = self.dealt
+        start, stop = span
+        epoch = start // d.samples
+        mine = min(stop, start + sum(d.batches[r] for r in d.machine if r < d.rank))
+        end = min(stop, mine + d.batches[d.rank])
+        share = d.share(end - mine, stop - start, sum(d.batches), start, d.total)
+        return Claim(epoch, mine - epoch * d.samples, end - epoch * d.samples, share, span)
+
+
+def missing(completed: Sequence[Span], total: int) -> tuple[list[Span], int]:
+    """Places below the highest completed one that nobody has completed, and that highest one: where to go on."""
+    holes: list[Span] = []
+    reached = 0
+    for start, stop in sorted(completed):
+        if start > reached:
+            holes.append((reached, start))
+        reached = max(reached, stop)
+    return holes, min(reached, total)
+
+
+def merged(spans: Sequence[Span]) -> list[Span]:
+    """The same places in as few spans as possible."""
+    out: list[Span] = []
+    for start, stop in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        else:
+            out.append((start, stop))
+    return out

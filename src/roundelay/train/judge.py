@@ -1,0 +1,91 @@
+"""Evaluation of the average model, shared out over the learners, while training goes on.
+
+Each learner judges its part of the held-out data when a checkpoint has become complete, at its own step boundary; the last one
+adds the parts up. With them goes the effective rate of decentralized training: a_e / a = mean_l <g_l, g> / |g|^2, where g is
+the gradient at the mean model and g_l the gradient at learner l's model, on one and the same batch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundelay.core.task import Task
+from roundelay.train.learner import Learner
+
+
+class Judge:
+    """One learner's part in judging."""
+
+    def __init__(self, task: Task, learner: Learner, say: Callable[[str], None]) -> None:
+        self.task, self.learner, self.say = task, learner, say
+        self.results: list[dict[str, Any]] = []
+
+    def judge(self, position: int, mean: Tensor, spread: float | None, final: bool = False) -> None:
+        """Judges this learner's part of the model and posts it; the last one to post writes the event."""
+        learner = self.learner
+        place, store = learner.place, learner.job.store
+        began = time.perf_counter()
+        effective = None if final else self._effective_rate(mean)
+        with torch.no_grad(), learner.borrowed(mean) as module:
+            parts = self.task.evaluate(module, place.rank, place.size)
+        took = time.perf_counter() - began
+        learner.worker.meter.seconds["judge"] += took
+        key = f"judged/{'final' if final else position}"
+        store.set(f"{key}/{place.rank}", json.dumps({"parts": parts, "effective": effective, "seconds": took}))
+        if store.add(key, 1) >= place.size - len(learner.job.roll.dead()) and store.claim(
+            f"{key}/sum", str(place.rank)
+        ) == str(place.rank):
+            self._add_up(key, position, spread, final)
+
+    def _add_up(self, key: str, position: int, spread: float | None, final: bool) -> None:
+        learner = self.learner
+        notes = [learner.job.store.get(f"{key}/{r}") for r in range(learner.place.size)]
+        posted = [json.loads(note) for note in notes if note is not None]
+        figures: dict[str, float] = {}
+        for name in posted[0]["parts"]:
+            total, count = (sum(p["parts"][name][i] for p in posted) for i in (0, 1))
+            figures[name] = total / max(count, 1)
+        ratios = [p["effective"] for p in posted if p["effective"] is not None]
+        result: dict[str, Any] = {
+            "position": position,
+            "figures": figures,
+            "final": final,
+            "seconds": sum(p["seconds"] for p in posted),
+        }
+        if spread is not None:
+            result["spread"] = spread
+        if ratios:
+            result["effective_rate"] = sum(ratios) / len(ratios)
+        learner.events.write("evaluation", **result)
+        learner.job.store.set(f"{key}/figures", json.dumps(figures))
+        epochs = position / self.task.samples
+        self.say(f"epoch {epochs:6.2f}  held-out " + "  ".join(f"{k} {v:.4f}" for k, v in figures.items()))
+
+    def _effective_rate(self, mean: Tensor) -> float | None:
+        """<g_l, g> / |g|^2 of this learner."""
+        learner = self.learner
+        if learner.place.size == 1 or not learner.worker.leads:
+            return None
+        batch = self.task.batch(0, 0, min(self.task.samples, 32))
+        try:
+            at_mean = self._gradient(mean, batch)
+            at_mine = self._gradient(learner.worker.w.clone(), batch)
+        finally:
+            learner.flat.clear_gradients()
+        return float(at_mine @ at_mean) / max(float(at_mean @ at_mean), 1e-30)
+
+    def _gradient(self, vector: Tensor, batch: Any) -> Tensor:
+        learner = self.learner
+        with learner.borrowed(vector) as module:
+            module.train()
+            learner.flat.clear_gradients()
+            random = torch.get_rng_state()
+            self.task.loss(module, batch).backward()
+            torch.set_rng_state(random)
+            return learner.flat.gather(torch.empty_like(learner.flat.phi))

@@ -1,0 +1,390 @@
+"""The training loop: step, record, save, judge, stop. It knows workers, strategies and tasks, and no algorithm."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from roundelay.core.events import EventLog
+from roundelay.core.task import Task
+from roundelay.errors import DataError, Interrupted, PeerLost, UsageError, nearest
+from roundelay.progress import Progress
+from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_model
+from roundelay.train.claims import Race, Turn
+from roundelay.train.feed import Feed
+from roundelay.train.judge import Judge
+from roundelay.train.learner import Learner, innermost
+from roundelay.train.options import Options
+from roundelay.train.place import Place
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+BUILDING = threading.Lock()
+"""Learners in threads share torch's random state: one at a time draws its first weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run does beside stepping."""
+
+    epochs: float = 1.0
+    batch: int | str = 64
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    run: Path | None = None
+    resume: str = "no"
+    save_every_epochs: float = 1.0
+    evaluate: bool = True
+    keep: int = 3
+    progress: str = "auto"
+    about: dict[str, Any] = field(default_factory=dict)
+    on_step: Callable[[Learner], None] | None = None
+    """Called after every step: for benchmarks that look over the learner's shoulder."""
+
+
+def make_optimizer(plan: Plan, module: torch.nn.Module) -> torch.optim.Optimizer:
+    if plan.optimizer not in OPTIMIZERS:
+        raise UsageError(
+            f"there is no optimizer '{plan.optimizer}'", where="optimizer", do=nearest(plan.optimizer, OPTIMIZERS)
+        )
+    settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
+    if plan.optimizer == "sgd":
+        settings["momentum"] = plan.momentum
+    return OPTIMIZERS[plan.optimizer]((p for p in module.parameters() if p.requires_grad), **settings)
+
+
+def train(task: Task, place: Place, options: Options, plan: Plan) -> dict[str, Any]:
+    """Trains a task at this place of the job; returns the run's figures."""
+    return Run(task, place, options, plan).go()
+
+
+class Run:
+    """One learner's run."""
+
+    def __init__(self, task: Task, place: Place, options: Options, plan: Plan) -> None:
+        self.task, self.place, self.options, self.plan = task, place, options, plan
+        if plan.run is not None:
+            (plan.run / "log").mkdir(parents=True, exist_ok=True)
+        self._log = open(plan.run / "log" / f"rank-{place.rank:03d}.txt", "a") if plan.run is not None else None  # noqa: SIM115
+        self.progress = Progress(plan.progress if place.rank == 0 else "none")
+        with BUILDING:
+            torch.manual_seed(options.seed)
+            module = task.build().to(place.device)
+            torch.manual_seed(options.seed * 1_000_003 + place.rank)  # dropout and the like differ between learners
+        events = EventLog(plan.run / "events.jsonl" if plan.run is not None else None, place.rank)
+        self.learner = Learner(place, module, make_optimizer(plan, module), options, events)
+        self.judge = Judge(task, self.learner, self.say)
+        self.checkpoints: Checkpoints | None = None
+        if plan.run is not None:
+            self._check_shared(plan.run)
+            about = {"strategy": options.strategy, "seed": options.seed, **plan.about}
+            self.checkpoints = Checkpoints(plan.run / "ckpt", self.learner, plan.keep, about)
+        self._asked_to_stop = threading.Event()
+        self._stopped_early = False
+        self.final_figures: dict[str, float] = {}
+
+    def say(self, line: str) -> None:
+        """To this rank's log, and to the person who watches (whoever of the learners has news)."""
+        if self._log is not None:
+            self._log.write(time.strftime("%H:%M:%S ") + line + "\n")
+            self._log.flush()
+        self.progress.line(line) if self.place.rank == 0 else None
+
+    def _check_shared(self, run: Path) -> None:
+        """All ranks must see one run directory: shards of a checkpoint are put together there."""
+        store = self.learner.job.store
+        if self.place.rank == 0:
+            (run / ".token").write_text(store.claim("run-token", str(time.time_ns())))
+            store.set("run-token-written", "1")
+        while store.get("run-token-written") is None:
+            time.sleep(0.01)
+        try:
+            seen = (run / ".token").read_text()
+        except OSError:
+            seen = ""
+        if seen != store.get("run-token"):
+            raise UsageError(
+                "this rank does not see the run directory of rank 0",
+                where=f"rank {self.place.rank}, run={run}",
+                do="put the run directory on a disk that all machines share",
+            )
+
+    # -- the whole -------------------------------------------------------------------------------------------------
+
+    def go(self) -> dict[str, Any]:
+        learner, plan = self.learner, self.plan
+        try:
+            batches = self._batches()
+            total = round(plan.epochs * self.task.samples)
+            first, holes = self._resume()
+            learner.start()
+            if self.checkpoints is not None:
+                self.checkpoints.restore_strategy()
+            if first >= total and not holes:
+                self.say(f"nothing left to do: the checkpoint stands at {first} of {total} samples")
+            claims = learner.deal(self.task.samples, total, batches, first, holes)
+            self._greet(batches, first, total)
+            with self._signals():
+                self._loop(claims, total)
+            if self._stopped_early or self.checkpoints is not None:
+                self._save_and_settle()
+            mean = learner.finish().clone()
+            if self._stopped_early:
+                raise Interrupted(
+                    "the run was interrupted; a checkpoint is written"
+                    if self.checkpoints
+                    else "the run was interrupted",
+                    where=f"{learner.position} of {total} samples",
+                    do="start the same command with resume=auto to go on",
+                )
+            return self._conclude(mean)
+        except DataError as error:
+            learner.job.store.claim("abort", str(error))
+            raise
+        except PeerLost as error:
+            cause = learner.job.store.get("abort")
+            if cause:
+                raise PeerLost(
+                    f"another learner stopped the run: {cause.splitlines()[0]}",
+                    where=f"rank {self.place.rank}",
+                    do="see its message",
+                ) from error
+            raise
+        finally:
+            self.progress.close()
+            if self._log is not None:
+                self._log.close()
+            learner.close()
+
+    def _loop(self, claims: Turn | Race, total: int) -> None:
+        learner, plan, task = self.learner, self.plan, self.task
+        every = max(1, round(plan.save_every_epochs * task.samples))
+        next_save = (learner.position // every + 1) * every
+        feed = iter(Feed(self._halting(claims), lambda c: task.batch(c.epoch, c.start, c.stop)))
+        while True:
+            with learner.worker.spent("data"):
+                item = next(feed, None)
+            if item is None:
+                return
+            claim, batch = item
+            if claim.share.position >= next_save:
+                # race: others' work has crossed the line
+                next_save = self._save_at(next_save, every, claim.share.position)
+            learner.advance(claim.share, self._compute(batch), claim.span)
+            if learner.strategy.traits.claims == "turn" and next_save <= claim.span[1] < total:
+                next_save = self._save_at(next_save, every, claim.span[1])
+            self._look_after_saves()
+            if plan.on_step is not None:
+                plan.on_step(learner)
+            self.progress.step(learner.position, total, learner.recorder.last)
+
+    def _compute(self, batch: Any) -> Callable[[], float] | None:
+        if batch is None:
+            return None
+        device = self.place.device
+
+        def compute() -> float:
+            loss = self.task.loss(self.learner.module, moved(batch, device))
+            loss.backward()
+            return float(loss.detach())
+
+        return compute
+
+    def _halting(self, claims: Turn | Race) -> Any:
+        """The claims, until somebody asked the job to stop. Runs in the feed's thread."""
+        learner, store = self.learner, self.learner.job.store
+        lead = int(getattr(innermost(learner.strategy), "K", 1))
+        reached = claims.dealt.first
+        for number, claim in enumerate(claims):
+            learner.bury()
+            if self._asked_to_stop.is_set():
+                if isinstance(claims, Race):
+                    claims.stop()
+                elif store.get("stop-step") is None:
+                    # nobody is further ahead than one rendezvous, and everybody looks here before every step
+                    store.claim("stop-step", str(number + lead + 3))
+            if isinstance(claims, Turn):
+                stop = store.get("stop-step")
+                if stop is not None:
+                    claims.stop_at = int(stop)
+                    if number >= int(stop):
+                        self._stopped_early = True
+                        return
+            reached = claim.span[1]
+            yield claim
+        # asked to stop, and something was left to do
+        self._stopped_early = (claims.total if isinstance(claims, Race) else reached) < claims.dealt.total
+
+    # -- saving and judging ----------------------------------------------------------------------------------------
+
+    def _save_at(self, due: int, every: int, position: int) -> int:
+        if self.checkpoints is not None:
+            with self.learner.worker.spent("save"):
+                self.checkpoints.save(due if self.learner.strategy.traits.claims == "race" else position)
+        return (position // every + 1) * every
+
+    def _look_after_saves(self) -> None:
+        if self.checkpoints is None or not (self.checkpoints.waiting or self.checkpoints.complete):
+            return
+        self.checkpoints.poll()
+        while self.checkpoints.complete:
+            position = self.checkpoints.complete.pop(0)
+            if self.plan.evaluate:
+                note = json.loads(self.learner.job.store.get(f"complete/{position}") or "{}")
+                path = self.checkpoints.folder / f"samples-{position:012d}"
+                self.judge.judge(position, read_model(path, self.learner), note.get("spread"))
+
+    def _save_and_settle(self) -> None:
+        """The last checkpoint, before the models are averaged: a resumed run goes on as if there had been no end."""
+        if self.checkpoints is None:
+            return
+        learner = self.learner
+        race = learner.strategy.traits.claims == "race"
+        position = learner.job.store.claim("last-save", str(learner.position)) if race else str(learner.position)
+        self.checkpoints.save(int(position))
+        deadline = time.monotonic() + self.options.timeout_s
+        while self.checkpoints.waiting and time.monotonic() < deadline:
+            self.checkpoints.poll()
+            time.sleep(0.01)
+
+    def _conclude(self, mean: torch.Tensor) -> dict[str, Any]:
+        learner, plan = self.learner, self.plan
+        store, size = learner.job.store, self.place.size
+        summary = learner.recorder.summary()
+        learner.events.write("summary", **summary)
+        store.set(f"summary/{self.place.rank}", json.dumps(summary))
+        result: dict[str, Any] = {"rank": self.place.rank, "position": learner.position, **summary}
+        if plan.evaluate:
+            self.judge.judge(learner.position, mean, None, final=True)
+        if self.place.rank == min(learner.job.living()):
+            if plan.run is not None:
+                save_file(
+                    model_tensors(learner, mean, learner.flat.buffer_vector()), str(plan.run / "model.safetensors")
+                )
+            result |= self._gather_figures(size)
+        return result
+
+    def _gather_figures(self, size: int) -> dict[str, Any]:
+        """The figures of the whole run, by the first living rank."""
+        store = self.learner.job.store
+        found: dict[str, Any] = {}
+        deadline = time.monotonic() + self.options.timeout_s
+        while self.plan.evaluate and time.monotonic() < deadline:
+            figures = store.get("judged/final/figures")
+            if figures is not None:
+                found["figures"] = json.loads(figures)
+                break
+            time.sleep(0.01)
+        ranks: dict[int, Any] = {}
+        while time.monotonic() < deadline and len(ranks) < size - len(self.learner.job.roll.dead()):
+            for r in range(size):
+                note = store.get(f"summary/{r}")
+                if note is not None:
+                    ranks[r] = json.loads(note)
+            time.sleep(0.005)
+        found["ranks"] = ranks
+        slowest = max(ranks, key=lambda r: ranks[r]["own_s"] / max(ranks[r].get("steps", 1), 1))
+        own, waiting = ranks[slowest]["own_s"], ranks[slowest]["waiting_s"]
+        found["slowest_rank"] = {"rank": slowest, "own_s": own, "waiting_s": waiting}
+        self.learner.events.write("run", slowest_rank=found["slowest_rank"], figures=found.get("figures"))
+        lost = self.learner.job.roll.dead()
+        if lost:
+            found["lost"] = {str(r): why for r, why in lost.items()}
+            self.say("lost on the way: " + "; ".join(f"rank {r} ({why})" for r, why in lost.items()))
+        if size > 1:
+            self.say(f"slowest rank {slowest}: {own:.1f} s of its own, {waiting:.1f} s waiting for others")
+        return found
+
+    # -- beginnings ------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> tuple[int, list[tuple[int, int]]]:
+        plan = self.plan
+        if plan.resume == "no":
+            if self.checkpoints is not None and any(self.checkpoints.folder.glob("samples-*")):
+                raise UsageError(
+                    "the run directory already holds checkpoints",
+                    where=f"run={plan.run}",
+                    do="set resume=auto to go on from the newest, or choose another run=…",
+                )
+            return 0, []
+        if self.checkpoints is None:
+            raise UsageError("resume needs a run directory", where="run", do="set run=DIR")
+        if plan.resume == "auto":
+            path = newest(self.checkpoints.folder, self.say)
+            if path is None:
+                self.say("no checkpoint yet: starting from the beginning")
+                return 0, []
+        else:
+            path = Path(plan.resume)
+        first, holes = self.checkpoints.restore(path)
+        self.say(f"resuming from {path.name}: {first} samples are done")
+        return first, holes
+
+    def _batches(self) -> list[int]:
+        """Every rank's batch size."""
+        from roundelay.train.batch import batch_sizes
+
+        return batch_sizes(self.plan.batch, self.place, self.learner, self.task)
+
+    def _greet(self, batches: list[int], first: int, total: int) -> None:
+        parameters = self.learner.flat.phi.numel()
+        self.say(
+            f"{self.options.strategy}: {self.place.size} learners on {len(set(self.place.machines))} machine(s), "
+            f"global batch {sum(batches)} ({'+'.join(map(str, batches))}), rate {self.plan.lr:g} for that batch, "
+            f"{parameters:,} parameters, samples {first} to {total}"
+        )
+
+    def _signals(self) -> Any:
+        return StopOnSignals(self._asked_to_stop)
+
+
+class StopOnSignals:
+    """The first SIGINT or SIGTERM asks for a stop at the next step; a second SIGINT stops at once."""
+
+    def __init__(self, flag: threading.Event) -> None:
+        self._flag = flag
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._flag.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._flag.set()
+        print("roundelay: stopping after this step; a checkpoint is being written", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Tensors of a batch on the device."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple | list):
+        return type(batch)(moved(part, device) for part in batch)
+    if isinstance(batch, dict):
+        return {key: moved(part, device) for key, part in batch.items()}
+    return batch

@@ -1,0 +1,292 @@
+"""Any torch optimizer as D(g): a function from gradient to displacement, on the flat vector.
+
+SGD, which acoustic models are mostly trained with, has one fused pass of its own; every other optimizer runs its own step()
+on the module's parameters, and the displacement is what it changed. The rate comes from a schedule over global samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roundelay.core import kernels
+from roundelay.core.flat import Flat
+from roundelay.core.lazy import Displacement, Gradient, Vector, solid
+from roundelay.errors import UsageError
+
+
+@dataclass(frozen=True)
+class _Range:
+    """A stretch of the vector whose parameters share one group of settings."""
+
+    start: int
+    stop: int
+    group: dict
+
+
+class Optimizer:
+    """D: the local optimizer. `factor(position)` scales every group's rate by the schedule."""
+
+    def __init__(
+        self,
+        flat: Flat,
+        optimizer: torch.optim.Optimizer,
+        clip: float = 0.0,
+        factor: Callable[[int], float] = lambda position: 1.0,
+    ) -> None:
+        self.flat, self.torch, self.clip, self.factor = flat, optimizer, clip, factor
+        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self.before: Tensor | None = None
+        owner = {p: group for group in optimizer.param_groups for p in group["params"]}
+        missing = [slot.name for slot in flat.slots if slot.parameter not in owner]
+        if missing:
+            raise UsageError(
+                f"the optimizer does not know {len(missing)} trainable parameters",
+                where=", ".join(missing[:3]),
+                do="make the optimizer from module.parameters(), or set requires_grad=False on what must not train",
+            )
+        check_state(optimizer)
+        self.groups = [owner[slot.parameter] for slot in flat.slots]
+        self.fused = type(optimizer) is torch.optim.SGD and all(
+            not g["maximize"] and not g["dampening"] and not g["differentiable"] for g in optimizer.param_groups
+        )
+        self.momentum: Tensor | None = None
+        if self.fused and any(g["momentum"] for g in optimizer.param_groups):
+            self.momentum = torch.zeros_like(flat.phi)
+            for slot, group in zip(flat.slots, self.groups, strict=True):
+                if group["momentum"]:
+                    view = self.momentum[slot.start : slot.stop].view_as(slot.parameter)
+                    optimizer.state[slot.parameter]["momentum_buffer"] = view
+
+    def set_position(self, position: int) -> None:
+        """Global samples so far: sets every group's rate."""
+        factor = self.factor(position)
+        for group, base in zip(self.torch.param_groups, self._base, strict=True):
+            group["lr"] = base * factor
+
+    @property
+    def rate(self) -> float:
+        return float(self.torch.param_groups[0]["lr"])
+
+    def delta(self, g: Vector) -> Displacement:
+        if isinstance(g, Gradient) and g.samples == 0:
+            return _Nothing(self.flat.phi)
+        return (_FusedSGD if self.fused else _AnyOptimizer)(self, g)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def _state_tensors(self) -> list[Tensor]:
+        if self.fused:
+            return [] if self.momentum is None else [self.momentum]
+        found = []
+        for slot in self.flat.slots:
+            state = self.torch.state.get(slot.parameter, {})
+            found += [
+                state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].is_floating_point()
+            ]
+        return found
+
+    def state_vector(self) -> Tensor:
+        tensors = self._state_tensors()
+        return torch.cat([t.reshape(-1) for t in tensors]) if tensors else torch.empty(0)
+
+    def load_state_vector(self, state: Tensor) -> None:
+        start = 0
+        for t in self._state_tensors():
+            t.copy_(state[start : start + t.numel()].view_as(t))
+            start += t.numel()
+
+    def to_saved(self) -> tuple[dict[str, Tensor], dict]:
+        """The state as tensors and as numbers, by names that a checkpoint can hold."""
+        if self.fused:
+            return ({} if self.momentum is None else {"momentum": self.momentum}), {}
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, float] = {}
+        for slot in self.flat.slots:
+            for key, value in self.torch.state.get(slot.parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{slot.name}/{key}"] = value
+                else:
+                    numbers[f"{slot.name}/{key}"] = value
+        return tensors, numbers
+
+    def from_saved(self, tensors: dict[str, Tensor], numbers: dict) -> None:
+        if self.fused:
+            if self.momentum is not None and "momentum" in tensors:
+                self.momentum.copy_(tensors["momentum"])
+            return
+        self.torch.state.clear()
+        for slot in self.flat.slots:
+            for source in (tensors, numbers):
+                for name, value in source.items():
+                    owner, _, key = name.rpartition("/")
+                    if owner == slot.name:
+                        self.torch.state[slot.parameter][key] = value
+
+    def forget(self) -> None:
+        if self.fused:
+            if self.momentum is not None:
+                self.momentum.zero_()
+        else:
+            self.torch.state.clear()
+
+    # -- what displacements need -----------------------------------------------------------------------------------
+
+    def pieces(self, g: Vector) -> list[tuple[_Range, Tensor]]:
+        """The gradient in pieces that lie contiguously: per parameter as backward left them, or cut from a vector."""
+        vector = None if isinstance(g, Gradient) and g.in_parameters else solid(g)
+        found: list[tuple[_Range, Tensor]] = []
+        if vector is not None:
+            start = 0
+            for i, slot in enumerate(self.flat.slots):
+                last = i + 1 == len(self.groups)
+                if last or self.groups[i + 1] is not self.groups[i]:
+                    found.append((_Range(start, slot.stop, self.groups[i]), vector[start : slot.stop]))
+                    start = slot.stop
+            return found
+        for slot, group in zip(self.flat.slots, self.groups, strict=True):
+            grad = slot.parameter.grad
+            if grad is not None:
+                if grad.is_sparse:
+                    raise UsageError("sparse gradients are not supported", where=slot.name, do="use sparse=False")
+                found.append((_Range(slot.start, slot.stop, group), grad.contiguous().view(-1)))
+        return found
+
+    def clip_scale(self, pieces: list[tuple[_Range, Tensor]]) -> float:
+        """What the gradient must be multiplied with so that its norm is at most `clip`."""
+        if not self.clip:
+            return 1.0
+        norm = float(torch.nn.utils.get_total_norm([piece for _, piece in pieces]))
+        return min(1.0, self.clip / (norm + 1e-6))
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer whose state a checkpoint could not hold: it takes one step on a parameter of no account."""
+    probe = torch.nn.Parameter(torch.ones(2, 2))
+    probe.grad = torch.ones(2, 2)
+    name = type(optimizer).__name__
+    try:
+        settings = {k: v for k, v in optimizer.param_groups[0].items() if k in optimizer.defaults}
+        twin = type(optimizer)([{"params": [probe], **settings}], **optimizer.defaults)
+        twin.step()
+        state = list(twin.state.get(probe, {}).items())
+    except Exception as error:
+        raise UsageError(
+            f"the optimizer {name} cannot take a plain step: {error}",
+            where="optimizer",
+            do="use one whose step() needs no closure",
+        ) from error
+    odd = [key for key, value in state if not isinstance(value, Tensor | int | float | None)]
+    if odd:
+        raise UsageError(
+            f"the optimizer {name} keeps state that is neither tensor nor number: {', '.join(odd)}",
+            where="optimizer",
+            do="use an optimizer of tensors and numbers (all of torch.optim but LBFGS are)",
+        )
+
+
+class _Nothing(Displacement):
+    """The displacement of a learner that had no batch."""
+
+    def __init__(self, phi: Tensor) -> None:
+        super().__init__()
+        self._phi = phi
+
+    def work_out(self) -> Tensor:
+        return torch.zeros_like(self._phi)
+
+    def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
+        if phi is not w:
+            phi.copy_(w)
+
+
+class _FusedSGD(Displacement):
+    """lr * u with u <- momentum, Nesterov and weight decay as torch.optim.SGD defines them."""
+
+    def __init__(self, owner: Optimizer, g: Vector) -> None:
+        super().__init__()
+        self._owner, self._g = owner, g
+
+    def work_out(self) -> Tensor:
+        owner, phi = self._owner, self._owner.flat.phi
+        d = torch.zeros_like(phi)
+        pieces = owner.pieces(self._g)
+        scale = owner.clip_scale(pieces)
+        for at, g in pieces:
+            u, group = d[at.start : at.stop], at.group
+            buf = torch.zeros_like(g) if owner.momentum is None else owner.momentum[at.start : at.stop]
+            at_phi = phi[at.start : at.stop]
+            decay, mu, nesterov = group["weight_decay"], group["momentum"], group["nesterov"]
+            kernels.sgd_direction(u, at_phi, g, buf, scale, decay, mu, nesterov)
+            u.mul_(group["lr"])
+        return d
+
+    def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
+        owner = self._owner
+        pieces = [] if self.worked_out else owner.pieces(self._g)
+        if self.worked_out or any(at.group["weight_decay"] or at.group["nesterov"] for at, _ in pieces):
+            w.add_(self.tensor())
+            if phi is not w:
+                phi.copy_(w)
+            return
+        self.use_up()
+        scale = owner.clip_scale(pieces)
+        covered = 0
+        for at, g in pieces:
+            part, copy = w[at.start : at.stop], None if phi is w else phi[at.start : at.stop]
+            step = -self.gain * at.group["lr"]
+            covered += at.stop - at.start
+            if owner.momentum is None:
+                kernels.subtract_scaled(part, g if scale == 1.0 else g * scale, step)
+                if copy is not None:
+                    copy.copy_(part)
+            else:
+                kernels.sgd_move(part, copy, g, owner.momentum[at.start : at.stop], scale, at.group["momentum"], step)
+        if covered < w.numel() and phi is not w:
+            phi.copy_(w)  # parameters without a gradient may have been changed by a neighbour
+
+
+class _AnyOptimizer(Displacement):
+    """Whatever optimizer.step() does to the parameters."""
+
+    def __init__(self, owner: Optimizer, g: Vector) -> None:
+        super().__init__()
+        self._owner, self._g = owner, g
+
+    def _step(self) -> Tensor:
+        """phi <- phi after optimizer.step(); returns phi before."""
+        owner, phi = self._owner, self._owner.flat.phi
+        if owner.before is None:
+            owner.before = torch.empty_like(phi)
+        owner.before.copy_(phi)
+        if not (isinstance(self._g, Gradient) and self._g.in_parameters):
+            owner.flat.scatter(solid(self._g))
+        if owner.clip:
+            torch.nn.utils.clip_grad_norm_([slot.parameter for slot in owner.flat.slots], owner.clip)
+        owner.torch.step()
+        return owner.before
+
+    def work_out(self) -> Tensor:
+        phi = self._owner.flat.phi
+        before = self._step()
+        d = before - phi
+        phi.copy_(before)
+        return d
+
+    def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
+        if self.gain != -1.0 or self.worked_out:
+            w.add_(self.tensor())
+            if phi is not w:
+                phi.copy_(w)
+            return
+        self.use_up()
+        before = self._step()
+        if phi is w:
+            return
+        if untouched:
+            w.copy_(phi)
+        else:
+            kernels.add_difference(w, phi, phi, before)

@@ -1,0 +1,153 @@
+"""A pool of learner processes that outlives a job: for tests and tables that run many small jobs one after another."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from roundelay.errors import PeerLost
+from roundelay.train.place import Place, alone, open_place
+from roundelay.wire.inproc import Threads
+from roundelay.wire.store import JobStore, join, serve
+
+Job = Callable[..., Any]
+
+
+class Pool:
+    """`size` processes; `run(job, size=n)` calls job(place, *args) on n of them and returns their results by rank."""
+
+    def __init__(self, size: int, wire: str = "auto", machines: Sequence[str] | None = None) -> None:
+        self.size, self.wire = size, wire
+        self.machines = list(machines or ["here"] * size)
+        self._server = serve("127.0.0.1")
+        self._numbers = itertools.count()
+        self._members: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> Pool:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_member, args=(theirs, rank, self._server.port, self.machines[rank]), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._members.append((process, ours))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        for process, pipe in self._members:
+            process.kill()
+            process.join(5)
+            pipe.close()
+        self._members = []
+
+    def run(
+        self, job: Job, *args: Any, size: int | None = None, timeout_s: float = 60.0, machines: int = 0
+    ) -> list[Any]:
+        """Runs a job on the first `size` members. A hang is an error after timeout_s, and ends the pool."""
+        size = size or self.size
+        number = next(self._numbers)
+        for rank in range(size):
+            self._members[rank][1].send((job, args, number, size, self.wire, machines))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        pipes = {self._members[rank][1]: rank for rank in range(size)}
+        failure: str | None = None
+        while len(results) < size:
+            ready = wait(
+                [p for p, r in pipes.items() if r not in results], timeout=max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                self.stop()
+                late = sorted(set(range(size)) - set(results))
+                raise PeerLost(
+                    failure or f"job {number} did not end in {timeout_s:.0f} s",
+                    where=f"ranks {late} of {size}, wire {self.wire}",
+                )
+            for pipe in ready:
+                rank = pipes[pipe]  # type: ignore[index]
+                try:
+                    results[rank], problem = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    results[rank], problem = None, "its process has ended"
+                if problem is not None and failure is None:
+                    failure = f"rank {rank}: {problem}"
+                    deadline = min(deadline, time.monotonic() + 15.0)
+        if failure is not None:
+            raise PeerLost(f"a job failed: {failure}", where=f"wire {self.wire}")
+        return [results[rank] for rank in range(size)]
+
+
+def _member(pipe: Connection, rank: int, port: int, machine: str) -> None:
+    """A process of the pool."""
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    server = join("127.0.0.1", port, 60.0)
+    while True:
+        try:
+            job, args, number, size, wire, machines = pipe.recv()
+        except EOFError:
+            return
+        place: Place | None = None
+        try:
+            place = open_place(
+                JobStore(server, f"pool/{number}/"),
+                rank,
+                size,
+                machine,
+                wire=wire,
+                host="127.0.0.1",
+                timeout_s=30.0,
+                device=torch.device("cpu"),
+                machines=machines,
+                digest={},
+            )
+            pipe.send((job(place, *args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+        finally:
+            if place is not None:
+                place.close()
+
+
+def run_threads(job: Job, *args: Any, size: int, machines: int = 0, timeout_s: float = 60.0) -> list[Any]:
+    """The same for threads of this process."""
+    threads = Threads(size, timeout_s=timeout_s)
+    results: list[Any] = [None] * size
+    problems: list[str] = []
+
+    def learner(rank: int) -> None:
+        try:
+            place = alone("cpu", threads, rank, machines)
+            try:
+                results[rank] = job(place, *args)
+            finally:
+                place.close()
+        except BaseException as error:
+            problems.append(f"rank {rank}: {traceback.format_exc()}")
+            threads.fail(rank, str(error))
+
+    running = [threading.Thread(target=learner, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in running:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in running:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in running) and not problems:
+        problems.append(f"not over in {timeout_s:.0f} s")
+    if problems:
+        raise PeerLost(f"a job failed: {problems[0]}", where="wire inproc")
+    return results

@@ -1,0 +1,36 @@
+"""Topologies by name, as workers want them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roundelay import topology
+
+
+class SeededMatching:
+    """The rounds of one topology, from one seed."""
+
+    def __init__(self, name: str, size: int, seed: int) -> None:
+        self._topology, self._size, self._seed = topology.topology(name), size, seed
+        self.edges = frozenset(self._topology.edges(size))
+        self._last: tuple[int, list[int]] = (-1, [])
+
+    def __call__(self, round: int) -> list[int]:
+        last, partners = self._last
+        if last != round:
+            partners = self._topology.matching(round, self._size, self._seed)
+            self._last = (round, partners)
+        return partners
+
+
+@dataclass(frozen=True)
+class SeededTopologies:
+    """The topologies of one job: what is drawn is drawn from its seed."""
+
+    seed: int
+
+    def matching(self, name: str, size: int) -> SeededMatching:
+        return SeededMatching(name, size, self.seed)
+
+    def row(self, name: str, rank: int, size: int) -> dict[int, float]:
+        return topology.neighbour_row(name, rank, size)

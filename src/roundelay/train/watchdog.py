@@ -1,0 +1,96 @@
+"""Who is still there, and whom everybody waits for.
+
+Every learner shows a sign of life about once a second: what it is doing and since when. A rank whose sign has not changed
+for LOST_S is reported as lost. Where learners wait in a rendezvous for long, the first living rank says for whom.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+from roundelay.core.events import EventLog
+from roundelay.core.worker import Worker
+from roundelay.train.place import Place
+
+BEAT_S = 0.5
+LOST_S = 6.0
+STALL_S = 10.0
+
+
+class Watchdog:
+    """A thread beside the learner; it only reads, reports and warns."""
+
+    def __init__(self, worker: Worker, job: Any, place: Place, events: EventLog, timeout_s: float) -> None:
+        self.worker, self.job, self.place, self.events, self.timeout_s = worker, job, place, events, timeout_s
+        self.dead: dict[int, str] = {}
+        self._stop = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._warned_at = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"watchdog-{place.rank}", daemon=True)
+
+    def start(self) -> None:
+        if self.place.size > 1:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self.job.store.set(f"beat/{self.place.rank}", json.dumps({"left": True}))
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(BEAT_S):
+                self.beat()
+        except Exception as error:  # the store is gone: the job is ending, and the learner finds out by itself
+            self.events.write("watchdog", error=str(error).splitlines()[0])
+
+    def beat(self) -> None:
+        """One sign of life, and one look at the others'."""
+        store, now = self.job.store, time.monotonic()
+        phase, step = self.worker.phase, self.worker.k
+        store.set(f"beat/{self.place.rank}", json.dumps({"phase": phase, "step": step, "beat": time.time()}))
+        for rank in range(self.place.size):
+            if rank == self.place.rank or rank in self.dead:
+                continue
+            sign = store.get(f"beat/{rank}")
+            if sign is not None and (rank not in self._seen or self._seen[rank][0] != sign):
+                self._seen[rank] = (sign, now)
+            elif rank in self._seen and now - self._seen[rank][1] > LOST_S and not json.loads(sign or "{}").get("left"):
+                self.job.roll.report(rank, f"no sign of life for {LOST_S:.0f} s; its last: {self._describe(rank)}")
+        for rank, why in self.job.roll.dead().items():
+            if rank not in self.dead:
+                self.dead[rank] = why
+                self.events.write("lost", lost=rank, why=why)
+                if self.place.rank == min(set(range(self.place.size)) - set(self.dead), default=-1):
+                    print(f"roundelay: rank {rank} is lost: {why}", file=sys.stderr, flush=True)
+        self._look_for_a_stall(now)
+
+    def _describe(self, rank: int) -> str:
+        said = json.loads(self._seen[rank][0]) if rank in self._seen else {}
+        return f"{said.get('phase', 'unknown')} in step {said.get('step', '?')}"
+
+    def _look_for_a_stall(self, now: float) -> None:
+        """Everybody but a few sits in communication: name those few."""
+        since = self.worker.phase_since
+        if self.worker.phase != "comm" or time.perf_counter() - since < STALL_S or now - self._warned_at < STALL_S:
+            return
+        others = {r: json.loads(sign) for r, (sign, _) in self._seen.items() if r not in self.dead}
+        late = sorted(r for r, said in others.items() if said.get("phase") != "comm" and not said.get("left"))
+        late = late or sorted(
+            r for r in others if others[r].get("step", 0) == min(o.get("step", 0) for o in others.values())
+        )
+        if late and self.place.rank == min(set(range(self.place.size)) - set(self.dead) - set(late), default=-1):
+            self._warned_at = now
+            named = "; ".join(f"rank {r}: {self._describe(r)}" for r in late)
+            self.events.write("stall", waiting_for=late, waited_s=round(time.perf_counter() - since, 1))
+            print(
+                f"roundelay: everybody has waited {time.perf_counter() - since:.0f} s for {named}. "
+                f"The run stops at timeout_s={self.timeout_s:.0f} and can be resumed.",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,1 @@
+"""Who carries the vectors: threads, shared memory, torch.distributed."""

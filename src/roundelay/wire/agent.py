@@ -1,0 +1,439 @@
+"""The agent: the thread that meets a learner's partners in the background, round after round.
+
+A round has a matching; partners of a round exchange snapshots and each adds half the difference to its w. An agent plays its
+rounds in order, one exchange at a time, so waits cannot form a cycle. It enters the next round when its learner has done
+as many gradients as it has had meetings, or when somebody already asks it for that round or a later one. So the fastest
+learner sets the pace of meetings, the agent of a slow one keeps it, and no gradient ever waits.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from roundelay.core import kernels
+from roundelay.core.net import Matching
+from roundelay.errors import PeerLost
+from roundelay.wire.board import DONE, ENTERED, HISTORY, VERSION, Board, OnBoard, drain
+from roundelay.wire.link import Arrival, Kind, Link, LinkClosed, admit
+
+PATIENCE_S = 0.2
+"""How long an agent sleeps before it looks whether those it waits for are still alive."""
+MOST_OWED = 8
+"""Meetings an agent makes up for after a delay; more would only repeat themselves."""
+SAMPLE = 4096
+"""Elements from which the distance between partners is estimated."""
+
+
+def bytes_of(vector: Tensor) -> memoryview:
+    return memoryview(vector.numpy()).cast("B")
+
+
+class Agent:
+    """One learner's agent."""
+
+    def __init__(
+        self,
+        published: OnBoard,
+        board: Board,
+        size: int,
+        token: bytes,
+        listener: socket.socket | None,
+        lost: Callable[[int, str], None],
+    ) -> None:
+        self.rank, self.size, self.board, self.published = board.rank, size, board, published
+        self.dead: set[int] = set()
+        self.round = 0
+        self.entered = -1
+        self.error: BaseException | None = None
+        self._token, self._listener, self._lost = token, listener, lost
+        self._links: dict[int, Link] = {}
+        self._callers: list[Link] = []
+        self._serving: Link | None = None
+        self._service: Tensor | None = None
+        self._snapshot: Tensor | None = None
+        self._received: Tensor | None = None
+        self._open: int | None = None
+        self._got = False
+        self._opened_at = 0.0
+        self._matching: Matching | None = None
+        self._gradients_per_meeting = 1.0
+        self._gradients, self._owed_from = 0, 0
+        self._asking = True
+        self._play_to: int | None = None
+        self._at_rest = threading.Event()
+        self._quit = False
+        self._figures = {"meetings": 0.0, "meeting_s": 0.0, "distance": 0.0, "skipped": 0.0}
+        self._met = 0
+        self._visitors: deque[threading.Event] = deque()
+        self._invited: deque[tuple[int, socket.socket]] = deque()
+        self._taken = dict(self._figures)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(board.wakeups(), selectors.EVENT_READ, None)
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ, "listener")
+        self._thread = threading.Thread(target=self._run, name=f"agent-{self.rank}", daemon=True)
+
+    # -- called by the learner -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def invite(self, peer: int, sock: socket.socket) -> None:
+        """Hands over a connection to a partner on another machine."""
+        self._invited.append((peer, sock))
+        self.board.wake(self.rank)
+
+    def await_partners(self, count: int, timeout_s: float) -> None:
+        """Returns when connections to that many partners on other machines are up: every edge is touched at the start."""
+        deadline = time.monotonic() + timeout_s
+        while len(self._links) + len(self.dead) < count:
+            self._check()
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"only {len(self._links)} of {count} partners on other machines have connected in {timeout_s:.0f} s",
+                    where=f"rank {self.rank}",
+                    do="check that the machines reach each other on the address given as host=…, and that ports are open",
+                )
+            time.sleep(0.002)
+
+    def _adopt(self, peer: int, sock: socket.socket) -> None:
+        link = Link(sock)
+        link.peer = peer
+        self._links[peer] = link
+        self._selector.register(link, selectors.EVENT_READ, link)
+
+    def gossip(self, matching: Matching, gradients_per_meeting: float) -> None:
+        self._gradients_per_meeting = gradients_per_meeting
+        self._matching = matching
+        self.board.wake(self.rank)
+
+    def credit(self) -> None:
+        """The learner has done one more gradient."""
+        self._gradients += 1
+        self.board.wake(self.rank)
+
+    def stop_asking(self) -> int:
+        """From now on only answer; returns the round this agent has entered."""
+        self._asking = False
+        self._pass_by()
+        return self.entered
+
+    def play_to(self, last: int) -> None:
+        """Plays on to this round, whoever asks, and rests. Returns when resting."""
+        self._play_to = last
+        self.board.wake(self.rank)
+        while not self._at_rest.wait(1.0):
+            self._check()
+
+    def figures(self) -> dict[str, float]:
+        """Figures since the last call."""
+        now = dict(self._figures)
+        taken, self._taken = self._taken, now
+        return {name: now[name] - taken[name] for name in now}
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(link.sent_bytes for link in [*self._links.values(), *self._callers])
+
+    def close(self) -> None:
+        self._quit = True
+        self.board.wake(self.rank)
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+        for link in [*self._links.values(), *self._callers]:
+            link.close()
+        self._selector.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _pass_by(self) -> None:
+        """Waits until the agent has passed the top of its loop, so that it has seen what was set before."""
+        passed = threading.Event()
+        self._visitors.append(passed)
+        self.board.wake(self.rank)
+        while not passed.wait(1.0):
+            self._check()
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise RuntimeError(f"the agent of rank {self.rank} failed: {self.error}") from self.error
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._quit:
+                while self._invited:
+                    self._adopt(*self._invited.popleft())
+                visitors = len(self._visitors)
+                while self._advance():
+                    pass
+                for _ in range(visitors):
+                    self._visitors.popleft().set()
+                self._listen(PATIENCE_S)
+        except BaseException as error:  # reported to the learner at its next call
+            self.error = error
+            self._at_rest.set()
+
+    def _listen(self, timeout_s: float) -> None:
+        """Waits for wake-ups and traffic, and moves bytes."""
+        for link in [*self._links.values(), *self._callers]:
+            wanted = (selectors.EVENT_READ if link.wants_to_read else 0) | (
+                selectors.EVENT_WRITE if link.wants_to_write else 0
+            )
+            self._watch(link, wanted)
+        events = self._selector.select(timeout_s)
+        if not events:
+            self._look_for_the_dead()
+        for key, mask in events:
+            if key.data is None:
+                drain(self.board.wakeups())
+            elif key.data == "listener":
+                self._welcome()
+            else:
+                self._traffic(key.data, mask)
+
+    def _watch(self, link: Link, wanted: int) -> None:
+        key = self._selector.get_map().get(link.fileno())
+        if key is None:
+            if wanted:
+                self._selector.register(link, wanted, link)
+        elif not wanted:
+            self._selector.unregister(link)
+        elif key.events != wanted:
+            self._selector.modify(link, wanted, link)
+
+    def _welcome(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        try:
+            rank = admit(sock, self._token)
+        except LinkClosed:
+            sock.close()
+            return
+        if rank >= 0:
+            self._adopt(rank, sock)
+        else:
+            caller = Link(sock)
+            self._callers.append(caller)
+            self._selector.register(caller, selectors.EVENT_READ, caller)
+
+    def _traffic(self, link: Link, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                link.write()
+            if mask & selectors.EVENT_READ and link.wants_to_read:
+                arrival = link.read()
+                if arrival is not None:
+                    self._arrived(link, arrival)
+        except LinkClosed as error:
+            self._hang_up(link, str(error))
+
+    def _hang_up(self, link: Link, why: str) -> None:
+        if link.fileno() in self._selector.get_map():
+            self._selector.unregister(link)
+        link.close()
+        if link.peer is not None:
+            self._links.pop(link.peer, None)
+            self._bury(link.peer, why)
+        else:
+            self._callers.remove(link)
+            if self._serving is link:
+                self._serving = None
+
+    def _bury(self, peer: int, why: str) -> None:
+        if peer not in self.dead:
+            self.dead.add(peer)
+            if not self._at_rest.is_set():
+                self._lost(peer, why)
+
+    def _look_for_the_dead(self) -> None:
+        for peer in self.board.here:
+            if peer not in self.dead and peer != self.rank and not self.board.alive(peer):
+                self._bury(peer, "its process has ended")
+
+    # -- one-sided verbs of others -------------------------------------------------------------------------------------
+
+    def _arrived(self, link: Link, arrival: Arrival) -> None:
+        if arrival.kind is Kind.MEET:
+            self._got = True
+        elif arrival.kind is Kind.GET:
+            with self.published.locked():
+                _, version = self.published.count()
+                copy = self.published.vector.clone()
+            link.send(Kind.ANSWER, version, bytes_of(copy))
+        elif arrival.kind is Kind.ADD:
+            assert self._service is not None
+            with self.published.locked():
+                _, version = self.published.count(writes=1)
+                self.published.vector.add_(self._service)
+            self._serving = None
+            link.send(Kind.ANSWER, version - 1)
+
+    def _serve_additions(self) -> bool:
+        for link in self._callers:
+            if self._serving is None and link.waiting is not None and link.waiting.kind is Kind.ADD:
+                if self._service is None:
+                    self._service = torch.empty_like(self.published.vector)
+                self._serving = link
+                link.offer(bytes_of(self._service))
+                return True
+        return False
+
+    # -- rounds ----------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> bool:
+        """One move, if one is possible."""
+        if self._serve_additions():
+            return True
+        if self._matching is None or self._at_rest.is_set():
+            return False
+        if self._open is not None:
+            return self._try_to_close()
+        if self._play_to is not None and self.round > self._play_to:
+            self._at_rest.set()
+            return False
+        if len(self.dead) + 1 >= self.size and self._play_to is None:
+            return False
+        partner = self._matching(self.round)[self.rank]
+        if partner == self.rank or partner in self.dead:
+            self._figures["skipped"] += partner != self.rank
+            self.round += 1
+            return True
+        if not self._may_enter():
+            return False
+        self._enter(partner)
+        return True
+
+    def _may_enter(self) -> bool:
+        if self._play_to is not None:
+            return True
+        if self._asking:
+            owed = self._gradients / self._gradients_per_meeting - self._met - self._owed_from
+            if owed > MOST_OWED:
+                self._owed_from += int(owed - MOST_OWED)
+            if owed >= 0:
+                return True
+        return self._asked() >= self.round
+
+    def _asked(self) -> int:
+        """The highest round somebody waits for this agent in."""
+        assert self._matching is not None
+        highest = -1
+        for peer in self.board.here:
+            if peer != self.rank:
+                header = self.board.header(peer)
+                entered = int(header[ENTERED])
+                if entered > highest and int(header[DONE]) < entered and self._matching(entered)[peer] == self.rank:
+                    highest = entered
+        for link in self._links.values():
+            if link.waiting is not None and link.waiting.kind is Kind.MEET:
+                highest = max(highest, link.waiting.number)
+        return highest
+
+    def _enter(self, partner: int) -> None:
+        self.entered = self.round
+        self._open, self._opened_at, self._got = partner, time.perf_counter(), False
+        if partner in self._links:
+            if self._snapshot is None:
+                self._snapshot = torch.empty_like(self.published.vector)
+                self._received = torch.empty_like(self.published.vector)
+            with self.published.locked():
+                self.published.count()
+                self._snapshot.copy_(self.published.vector)
+            link = self._links[partner]
+            try:
+                link.send(Kind.MEET, self.round, bytes_of(self._snapshot))
+            except LinkClosed as error:
+                self._hang_up(link, str(error))
+        elif partner in self.board.here:
+            self.board.header(self.rank)[ENTERED] = self.round
+            if not self._meet_in_place(partner):
+                self.board.wake(partner)
+        else:
+            self._bury(partner, "there is no connection to it")
+
+    def _try_to_close(self) -> bool:
+        """Ends the open exchange if it is complete or its partner is gone."""
+        partner = self._open
+        assert partner is not None
+        if partner in self._links:
+            link = self._links[partner]
+            waiting = link.waiting
+            if waiting is not None and link._into is None:
+                if waiting.kind is not Kind.MEET or waiting.number != self.round:
+                    self._hang_up(link, f"it speaks of round {waiting.number} in round {self.round}")
+                    return True
+                assert self._received is not None
+                try:
+                    link.offer(bytes_of(self._received))
+                except LinkClosed as error:
+                    self._hang_up(link, str(error))
+                return False
+            if not self._got or link.wants_to_write:
+                return False
+            assert self._snapshot is not None and self._received is not None
+            self._note_distance(self._snapshot, self._received)
+            with self.published.locked():
+                self.published.count(writes=1)
+                kernels.add_half_difference(self.published.vector, self._received, self._snapshot)
+            self._close(met=True)
+            return True
+        if partner in self.board.here and int(self.board.header(self.rank)[DONE]) == self.round:
+            self._close(met=True)
+            return True
+        if partner in self.dead:
+            self._figures["skipped"] += 1
+            self._close(met=False)
+            return True
+        if partner in self.board.here and int(self.board.header(partner)[ENTERED]) == self.round:
+            return self._meet_in_place(partner)
+        return False
+
+    def _meet_in_place(self, partner: int) -> bool:
+        """Averages both vectors where they lie, if both agents have entered the round and neither has done it yet."""
+        mine, theirs = self.board.header(self.rank), self.board.header(partner)
+        if int(theirs[ENTERED]) != self.round:
+            return False
+        first, second = sorted((self.rank, partner))
+        with self.board.lock(first), self.board.lock(second):
+            if int(mine[DONE]) == self.round:
+                return False
+            a, b = self.board.vector(first), self.board.vector(second)
+            self._note_distance(a, b)
+            kernels.pair_average(a, b)
+            for header in (mine, theirs):
+                header[HISTORY] += 1
+                header[VERSION] += 1
+                header[DONE] = self.round
+        self.board.wake(partner)
+        return True
+
+    def _note_distance(self, a: Tensor, b: Tensor) -> None:
+        """|a - b| / |a|, from a sample: what the meeting finds apart."""
+        stride = max(1, a.numel() // SAMPLE)
+        x, y = a[::stride], b[::stride]
+        self._figures["distance"] += float((x - y).norm() / (x.norm() + 1e-12))
+
+    def _close(self, met: bool) -> None:
+        if met:
+            self._figures["meetings"] += 1
+            self._figures["meeting_s"] += time.perf_counter() - self._opened_at
+            self._met += 1
+        self._open = None
+        self.round += 1

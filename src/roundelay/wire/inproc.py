@@ -1,0 +1,226 @@
+"""Threads of one process: for tests and laptops; size 1 is plain training.
+
+The rendezvous is one table: whoever arrives last works out the result, everybody takes a copy. Sums are in rank order, so
+this wire is always exact.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundelay.core import kernels
+from roundelay.core.net import Matching, Published
+from roundelay.errors import PeerLost
+from roundelay.wire.agent import Agent
+from roundelay.wire.board import MemoryBoard, OnBoard
+from roundelay.wire.group import Meetings, Roll
+from roundelay.wire.store import LocalStore
+
+
+class Threads:
+    """What the threads of one job share."""
+
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self.store = LocalStore()
+        self.tables: dict[str, _Table] = {}
+        self.lock = threading.Lock()
+
+    def net(self, rank: int) -> InprocNet:
+        return InprocNet(self, range(self.size), rank, "all")
+
+    def table(self, name: str, size: int) -> _Table:
+        with self.lock:
+            return self.tables.setdefault(name, _Table(size, self.timeout_s))
+
+    def fail(self, rank: int, why: str) -> None:
+        """A thread has ended in an error: nobody may wait for it."""
+        Roll(self.store).report(rank, why)
+        for table in list(self.tables.values()):
+            table.fail(rank, why)
+
+
+class _Table:
+    """Where the members of one group put what they bring to a rendezvous."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self.changed = threading.Condition()
+        self.brought: dict[int, dict[int, Any]] = {}
+        self.results: dict[int, Any] = {}
+        self.taken: dict[int, int] = {}
+        self.failed: tuple[int, str] | None = None
+        self.board: MemoryBoard | None = None
+
+    def bring(self, number: int, rank: int, what: Any, combine: Callable[[dict[int, Any]], Any]) -> None:
+        with self.changed:
+            brought = self.brought.setdefault(number, {})
+            brought[rank] = what
+            if len(brought) == self.size:
+                self.results[number] = combine(brought)
+                del self.brought[number]
+                self.changed.notify_all()
+
+    def take(self, number: int, rank: int) -> Any:
+        with self.changed:
+            while number not in self.results:
+                if self.failed is not None:
+                    raise PeerLost(
+                        f"rank {self.failed[0]} was lost: {self.failed[1]}",
+                        where=f"rank {rank}",
+                        do="see its error above",
+                    )
+                if not self.changed.wait(self.timeout_s):
+                    missing = sorted(set(range(self.size)) - set(self.brought.get(number, {})))
+                    raise PeerLost(
+                        f"ranks {missing} did not come to rendezvous {number} in {self.timeout_s:.0f} s",
+                        where=f"rank {rank}",
+                    )
+            result = self.results[number]
+            self.taken[number] = self.taken.get(number, 0) + 1
+            if self.taken[number] == self.size:
+                del self.results[number], self.taken[number]
+            return result
+
+    def fail(self, rank: int, why: str) -> None:
+        with self.changed:
+            self.failed = self.failed or (rank, why)
+            self.changed.notify_all()
+
+
+class _Taking:
+    def __init__(self, take: Callable[[], Tensor], ready: Callable[[], bool]) -> None:
+        self._take, self._ready = take, ready
+
+    @property
+    def done(self) -> bool:
+        return self._ready()
+
+    def wait(self) -> Tensor:
+        return self._take()
+
+
+class InprocNet:
+    """One thread's view."""
+
+    def __init__(self, threads: Threads, ranks: Sequence[int], rank: int, name: str) -> None:
+        self._threads, self.ranks, self.rank, self.size, self.name = threads, list(ranks), rank, len(ranks), name
+        self.store = threads.store
+        self.roll = Roll(threads.store)
+        self._table = threads.table(name, self.size)
+        self._number = 0
+        self._agent: Agent | None = None
+        self._bytes = 0
+
+    def living(self) -> list[int]:
+        dead = self.roll.dead()
+        return [m for m in range(self.size) if self.ranks[m] not in dead]
+
+    def _rendezvous(self, what: Any, combine: Callable[[dict[int, Any]], Any]) -> Callable[[], Any]:
+        self._number += 1
+        number = self._number
+        self._table.bring(number, self.rank, what, combine)
+        return lambda: self._table.take(number, self.rank)
+
+    def _pending(self, what: Any, combine: Callable[[dict[int, Any]], Any], finish: Callable[[Any], Tensor]) -> _Taking:
+        number = self._number + 1
+        take = self._rendezvous(what, combine)
+        return _Taking(lambda: finish(take()), lambda: number in self._table.results)
+
+    def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> _Taking:
+        def combine(brought: dict[int, Any]) -> Tensor:
+            xs = torch.stack([brought[r][0].reshape(-1) for r in range(self.size)])
+            weights = torch.tensor(
+                [1.0 if brought[r][1] is None else brought[r][1] for r in range(self.size)], dtype=x.dtype
+            )
+            out = torch.empty_like(xs[0])
+            kernels.ordered_sum(out, xs, weights)
+            return out.div_(weights.sum()).view_as(x)
+
+        self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
+        return self._pending((x, weight), combine, lambda result: result.clone())
+
+    def reduce_in_place(self, x: Tensor) -> _Taking:
+        def combine(brought: dict[int, Any]) -> Tensor:
+            xs = torch.stack([brought[r] for r in range(self.size)])
+            out = torch.empty_like(xs[0])
+            kernels.ordered_sum(out, xs, torch.ones(self.size, dtype=x.dtype))
+            return out
+
+        self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
+        return self._pending(x, combine, lambda result: x.copy_(result))
+
+    def start_mix(self, x: Tensor, row: dict[int, float]) -> _Taking:
+        # The copy is taken here, since a neighbour may read it after this member has moved on.
+        self._bytes += x.numel() * x.element_size() * (len(row) - 1)
+
+        def finish(brought: dict[int, Tensor]) -> Tensor:
+            members = sorted(row)
+            out = torch.empty_like(x)
+            weights = torch.tensor([row[m] for m in members], dtype=x.dtype)
+            kernels.ordered_sum(out, torch.stack([brought[m] for m in members]), weights)
+            return out
+
+        return self._pending(x.clone(), lambda brought: dict(brought), finish)
+
+    def cast(self, x: Tensor) -> None:
+        result = self._rendezvous(x, lambda brought: brought[0].clone())()
+        if self.rank != 0:
+            x.copy_(result)
+
+    def publish(self, vector: Tensor) -> Published:
+        kernels.warm(vector.dtype)
+
+        def combine(brought: dict[int, Any]) -> MemoryBoard:
+            board = MemoryBoard(range(self.size))
+            for rank, v in brought.items():
+                board.publish(rank, v)
+            return board
+
+        self._board = self._rendezvous(vector, combine)().seen_by(self.rank)
+        return OnBoard(self._board, self.rank)
+
+    def gossip(self, published: Published, matching: Matching, gradients_per_meeting: float) -> Meetings:
+        assert isinstance(published, OnBoard)
+        self._agent = Agent(
+            published, self._board, self.size, b"", None, lambda r, why: self.roll.report(self.ranks[r], why)
+        )
+        self._agent.start()
+        self._agent.gossip(matching, gradients_per_meeting)
+        return Meetings(self._agent, self.roll, self.ranks, self.rank, self.name, self._threads.timeout_s, self.store)
+
+    def add(self, peer: int, d: Tensor) -> int:
+        theirs = OnBoard(self._board, peer)
+        with theirs.locked():
+            _, version = theirs.count(writes=1)
+            theirs.vector.add_(d)
+        self._bytes += d.numel() * d.element_size()
+        return version - 1
+
+    def get(self, peer: int, out: Tensor) -> int:
+        theirs = OnBoard(self._board, peer)
+        with theirs.locked():
+            _, version = theirs.count()
+            out.copy_(theirs.vector)
+        return version
+
+    def part(self, ranks: Sequence[int], name: str) -> InprocNet | None:
+        if self.rank not in ranks:
+            return None
+        return InprocNet(
+            self._threads, [self.ranks[r] for r in ranks], list(ranks).index(self.rank), f"{self.name}/{name}"
+        )
+
+    def bytes_sent(self) -> int:
+        return self._bytes
+
+    def close(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.close()
+            self._board.close()

@@ -1,0 +1,150 @@
+"""Shared memory: the published vectors of the learners of one machine, in reach of all of them.
+
+One file per learner on the memory file system, mapped by everybody and removed as soon as all have mapped it: nothing is
+left behind, however the run ends. `flock` on that file is the vector's lock; the kernel frees it when a process dies. A
+second file per learner is locked for as long as its process lives: that is how the others know.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roundelay.core.net import Store
+from roundelay.errors import PeerLost, UsageError
+from roundelay.wire.board import DONE, ENTERED, HEADER_SLOTS, drain, nudge
+
+PAGE = 4096
+
+
+class ShmBoard:
+    """The board of one machine; `here` are its members, `vector` what this one publishes."""
+
+    def __init__(
+        self, here: Sequence[int], rank: int, vector: Tensor, store: Store, name: str, timeout_s: float
+    ) -> None:
+        self.here, self.rank = list(here), rank
+        self._timeout_s = timeout_s
+        self._vectors: dict[int, Tensor] = {}
+        self._headers: dict[int, np.ndarray] = {}
+        self._descriptors = threading.local()
+        self._files: dict[int, int] = {}
+        self._living: dict[int, int] = {}
+        self._wake: dict[int, socket.socket] = {}
+        folder = self._folder(store, name)
+        nbytes = PAGE + vector.numel() * vector.element_size()
+        mine = folder / f"w-{rank}"
+        with open(mine, "wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            except OSError as error:
+                raise UsageError(
+                    f"shared memory is full: {nbytes / 1e6:.0f} MB more are needed ({error.strerror})",
+                    where=f"rank {rank}, {folder.parent}",
+                    do="enlarge the memory file system (in a container: --shm-size), or set wire=torchdist",
+                ) from error
+        self._alive = os.open(folder / f"alive-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._alive, fcntl.LOCK_EX)
+        self._receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._receiving.bind(str(folder / f"wake-{rank}"))
+        self._receiving.setblocking(False)
+        self._map(rank, mine, vector)
+        self._vectors[rank].copy_(vector)
+        self._headers[rank][[ENTERED, DONE]] = -1
+        self._meet(store, f"{name}/ready")
+        for peer in self.here:
+            if peer != rank:
+                self._map(peer, folder / f"w-{peer}", vector)
+            self._living[peer] = os.open(folder / f"alive-{peer}", os.O_RDWR)
+            sending = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            sending.connect(str(folder / f"wake-{peer}"))
+            sending.setblocking(False)
+            self._wake[peer] = sending
+        self._meet(store, f"{name}/mapped")
+        if rank == min(self.here):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _folder(self, store: Store, name: str) -> Path:
+        key = f"{name}/folder"
+        if self.rank == min(self.here):
+            root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            store.set(key, tempfile.mkdtemp(prefix="roundelay-", dir=root))
+        deadline = time.monotonic() + self._timeout_s
+        while (found := store.get(key)) is None:
+            self._patience(deadline, "the folder of shared memory")
+        return Path(found)
+
+    def _meet(self, store: Store, key: str) -> None:
+        store.add(key, 1)
+        deadline = time.monotonic() + self._timeout_s
+        while int(store.get(key) or 0) < len(self.here):
+            self._patience(deadline, key)
+
+    def _patience(self, deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            raise PeerLost(
+                f"the learners of this machine did not all come to share memory in {self._timeout_s:.0f} s",
+                where=f"rank {self.rank}, waiting for {what}",
+                do="look at the logs of the other ranks of this machine; raise timeout_s if they start slowly",
+            )
+        time.sleep(0.005)
+
+    def _map(self, rank: int, path: Path, like: Tensor) -> None:
+        self._files[rank] = os.open(path, os.O_RDWR)
+        memory = mmap.mmap(self._files[rank], 0)
+        self._headers[rank] = np.frombuffer(memory, dtype=np.int64, count=HEADER_SLOTS)
+        self._vectors[rank] = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=PAGE)
+
+    def vector(self, rank: int) -> Tensor:
+        return self._vectors[rank]
+
+    def header(self, rank: int) -> np.ndarray:
+        return self._headers[rank]
+
+    @contextmanager
+    def lock(self, rank: int) -> Iterator[None]:
+        # flock belongs to an open file, so every thread opens its own: then it excludes threads as well as processes
+        opened = self._descriptors.__dict__
+        if rank not in opened:
+            opened[rank] = os.open(f"/proc/self/fd/{self._files[rank]}", os.O_RDWR)
+        fcntl.flock(opened[rank], fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(opened[rank], fcntl.LOCK_UN)
+
+    def wake(self, rank: int) -> None:
+        nudge(self._wake[rank])
+
+    def wakeups(self) -> socket.socket:
+        return self._receiving
+
+    def alive(self, rank: int) -> bool:
+        try:
+            fcntl.flock(self._living[rank], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._living[rank], fcntl.LOCK_UN)
+        return False
+
+    def close(self) -> None:
+        drain(self._receiving)
+        self._receiving.close()
+        for sending in self._wake.values():
+            sending.close()
+        for fd in [*self._files.values(), *self._living.values(), self._alive]:
+            os.close(fd)
+        self._files, self._living = {}, {}

@@ -1,0 +1,292 @@
+"""Processes, on one machine or many: torch.distributed carries the rendezvous, agents carry the meetings.
+
+Collectives run on a process group of their own (gloo on CPU; NCCL on GPU, untested here). One-sided verbs and meetings go
+through the agents: in shared memory between learners of one machine (wire shm, or auto), over a connection per edge
+otherwise. Published vectors live in host memory.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo
+
+from roundelay.core import kernels
+from roundelay.core.net import Matching, Published
+from roundelay.errors import PeerLost
+from roundelay.wire.agent import Agent, bytes_of
+from roundelay.wire.board import Board, MemoryBoard, OnBoard
+from roundelay.wire.group import Meetings, Roll
+from roundelay.wire.link import Caller, connect, listen
+from roundelay.wire.shm import ShmBoard
+from roundelay.wire.store import JobStore
+
+
+def gloo(store: JobStore, name: str, rank: int, size: int, host: str, timeout_s: float) -> ProcessGroupGloo:
+    """A gloo group of its own, bound to one address."""
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return ProcessGroupGloo(PrefixStore(f"{store.prefix}gloo/{name}", store.tcp), rank, size, options)
+
+
+class _Work:
+    """A collective under way."""
+
+    def __init__(self, net: ProcessNet, works: Sequence[Any], finish: Callable[[], Tensor]) -> None:
+        self._net, self._works, self._finish = net, works, finish
+
+    @property
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            self._net.patiently(work.wait)
+        return self._finish()
+
+
+class ProcessNet:
+    """One process's view of the job, or of a part of it."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        ranks: Sequence[int],
+        rank: int,
+        machines: Sequence[str],
+        *,
+        host: str = "127.0.0.1",
+        share_memory: bool = True,
+        timeout_s: float = 60.0,
+        device: torch.device | None = None,
+        name: str = "all",
+    ) -> None:
+        self.store, self.ranks, self.rank, self.size = store, list(ranks), rank, len(ranks)
+        self.machines, self.host, self.name, self.timeout_s = list(machines), host, name, timeout_s
+        self.share_memory, self.device = share_memory, device or torch.device("cpu")
+        self.roll = Roll(store)
+        self._group = self._make_group()
+        self._board: Board | None = None
+        self._agent: Agent | None = None
+        self._callers: dict[int, Caller] = {}
+        self._bytes = 0
+        self._token = b""
+
+    def _make_group(self) -> Any:
+        if self.size == 1:
+            return None
+        if self.device.type == "cuda":  # GPU: untested here
+            from torch.distributed import ProcessGroupNCCL
+
+            prefixed = PrefixStore(f"{self.store.prefix}nccl/{self.name}", self.store.tcp)
+            return ProcessGroupNCCL(prefixed, self.rank, self.size, timedelta(seconds=self.timeout_s))
+        return self.patiently(lambda: gloo(self.store, self.name, self.rank, self.size, self.host, self.timeout_s))
+
+    def patiently(self, wait: Callable[[], Any]) -> Any:
+        """Runs a rendezvous; where it fails, says who was lost."""
+        try:
+            return wait()
+        except RuntimeError as error:
+            raise self.roll.explain(error, self.ranks, self.ranks[self.rank]) from error
+
+    def living(self) -> list[int]:
+        dead = self.roll.dead()
+        return [m for m in range(self.size) if self.ranks[m] not in dead]
+
+    # -- rendezvous ------------------------------------------------------------------------------------------------
+
+    def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> _Work:
+        if exact:
+            return self._start_exact_mean(x, weight)
+        out = x.to(self.device).clone() if weight is None else x.to(self.device) * weight
+        works = [self._allreduce(out)]
+        total = torch.tensor([float(weight if weight is not None else 1)], dtype=torch.float64, device=self.device)
+        if weight is None:
+            total.fill_(self.size)
+        else:
+            works.append(self._allreduce(total))
+        return _Work(self, works, lambda: out.div_(total.to(out.dtype)).to(x.device))
+
+    def _start_exact_mean(self, x: Tensor, weight: float | None) -> _Work:
+        """Everybody sums one slice in rank order and hands it round: the bytes of a ring, the same bits every time."""
+        weights = torch.full((self.size,), 1.0, dtype=torch.float64)
+        works: list[Any] = []
+        if weight is not None:
+            weights.zero_()
+            weights[self.rank] = weight
+            works.append(self._allreduce(weights))
+        slice_ = -(-x.numel() // self.size)
+        outgoing = torch.zeros(self.size * slice_, dtype=x.dtype)
+        outgoing[: x.numel()] = x.reshape(-1)
+        incoming = torch.empty_like(outgoing)
+        self._bytes += outgoing.numel() * outgoing.element_size() * (self.size - 1) // self.size * 2
+        works.append(self.patiently(lambda: self._group.alltoall_base(incoming, outgoing, [], [], AllToAllOptions())))
+
+        def finish() -> Tensor:
+            typed = weights.to(x.dtype)
+            mine = torch.empty(slice_, dtype=x.dtype)
+            kernels.ordered_sum(mine, incoming.view(self.size, slice_), typed)
+            mine.div_(typed.sum())
+            parts = [torch.empty_like(mine) for _ in range(self.size)]
+            self.patiently(self._group.allgather([parts], [mine]).wait)
+            return torch.cat(parts)[: x.numel()].view_as(x)
+
+        return _Work(self, works, finish)
+
+    def _allreduce(self, x: Tensor) -> Any:
+        self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
+        return self.patiently(lambda: self._group.allreduce([x], AllreduceOptions()))
+
+    def reduce_in_place(self, x: Tensor) -> _Work:
+        return _Work(self, [self._allreduce(x)], lambda: x)
+
+    def start_mix(self, x: Tensor, row: dict[int, float]) -> _Work:
+        members = sorted(row)
+        rows = torch.empty(len(members), x.numel(), dtype=x.dtype)
+        works = []
+        for i, member in enumerate(members):
+            if member == self.rank:
+                rows[i].copy_(x)
+            else:
+                works.append(self.patiently(lambda i=i, m=member: self._group.recv([rows[i]], m, 0)))
+                works.append(self.patiently(lambda m=member: self._group.send([x], m, 0)))
+                self._bytes += x.numel() * x.element_size()
+
+        def finish() -> Tensor:
+            out = torch.empty_like(x)
+            kernels.ordered_sum(out, rows, torch.tensor([row[m] for m in members], dtype=x.dtype))
+            return out
+
+        return _Work(self, works, finish)
+
+    def cast(self, x: Tensor) -> None:
+        if self.size > 1:
+            options = BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            self.patiently(lambda: self._group.broadcast([x], options).wait())
+            self._bytes += x.numel() * x.element_size() if self.rank == 0 else 0
+
+    # -- one-sided -------------------------------------------------------------------------------------------------
+
+    def publish(self, vector: Tensor) -> Published:
+        kernels.warm(vector.dtype)
+        host_vector = vector.detach().to("cpu")
+        mine = self.machines[self.rank]
+        here = [m for m in range(self.size) if self.share_memory and self.machines[m] == mine] or [self.rank]
+        if len(here) > 1:
+            self._board = ShmBoard(here, self.rank, host_vector, self.store, f"{self.name}/{mine}", self.timeout_s)
+        else:
+            memory = MemoryBoard([self.rank])
+            memory.publish(self.rank, host_vector)
+            self._board = memory.seen_by(self.rank)
+        published = OnBoard(self._board, self.rank)
+        away = [m for m in range(self.size) if m not in here]
+        listener = listen(self.host) if away else None
+        self._token = self.store.claim(f"{self.name}/token", secrets.token_hex(16)).encode()
+        self._agent = Agent(
+            published,
+            self._board,
+            self.size,
+            self._token,
+            listener,
+            lambda r, why: self.roll.report(self.ranks[r], why),
+        )
+        if listener is not None:
+            host, port = listener.getsockname()[:2]
+            self.store.set(f"{self.name}/agent/{self.rank}", f"{host}:{port}")
+            self._agent.start()
+        return published
+
+    def _address(self, peer: int) -> str:
+        deadline = time.monotonic() + self.timeout_s
+        while (address := self.store.get(f"{self.name}/agent/{peer}")) is None:
+            if time.monotonic() > deadline or self.ranks[peer] in self.roll.dead():
+                raise PeerLost(
+                    f"rank {self.ranks[peer]} did not say where its agent listens",
+                    where=f"rank {self.ranks[self.rank]}, after {self.timeout_s:.0f} s",
+                    do="look at its log; raise timeout_s if it starts slowly",
+                )
+            time.sleep(0.005)
+        return address
+
+    def gossip(self, published: Published, matching: Matching, gradients_per_meeting: float) -> Meetings:
+        assert self._agent is not None and self._board is not None
+        away = {m for m in range(self.size) if m not in self._board.here}
+        expected = 0
+        for low, high in sorted(matching.edges):
+            if self.rank == low and high in away:
+                sock = connect(self._address(high), self.rank, self._token, self.timeout_s)
+                self._agent.invite(high, sock)
+            expected += self.rank == high and low in away
+        if not self._agent.running:
+            self._agent.start()
+        self._agent.await_partners(
+            expected + sum(self.rank == low and high in away for low, high in matching.edges), self.timeout_s
+        )
+        self._agent.gossip(matching, gradients_per_meeting)
+        return Meetings(self._agent, self.roll, self.ranks, self.rank, self.name, self.timeout_s, self.store)
+
+    def _remote(self, peer: int) -> Caller:
+        if peer not in self._callers:
+            self._callers[peer] = Caller(self._address(peer), self.rank, self.ranks[peer], self._token, self.timeout_s)
+        return self._callers[peer]
+
+    def add(self, peer: int, d: Tensor) -> int:
+        assert self._board is not None
+        d = d.to("cpu").contiguous()
+        if peer in self._board.here:
+            theirs = OnBoard(self._board, peer)
+            with theirs.locked():
+                _, version = theirs.count(writes=1)
+                theirs.vector.add_(d)
+            return version - 1
+        self._bytes += d.numel() * d.element_size()
+        return self._remote(peer).add(bytes_of(d))
+
+    def get(self, peer: int, out: Tensor) -> int:
+        assert self._board is not None
+        if peer in self._board.here:
+            theirs = OnBoard(self._board, peer)
+            with theirs.locked():
+                _, version = theirs.count()
+                out.copy_(theirs.vector)
+            return version
+        return self._remote(peer).get(bytes_of(out))
+
+    # -- parts and end ---------------------------------------------------------------------------------------------
+
+    def part(self, ranks: Sequence[int], name: str) -> ProcessNet | None:
+        if self.rank not in ranks:
+            return None
+        return ProcessNet(
+            self.store,
+            [self.ranks[r] for r in ranks],
+            list(ranks).index(self.rank),
+            [self.machines[r] for r in ranks],
+            host=self.host,
+            share_memory=self.share_memory,
+            timeout_s=self.timeout_s,
+            device=self.device,
+            name=f"{self.name}/{name}",
+        )
+
+    def bytes_sent(self) -> int:
+        return self._bytes + (self._agent.sent_bytes if self._agent is not None else 0)
+
+    def close(self) -> None:
+        callers, self._callers = self._callers, {}
+        for caller in callers.values():
+            caller.close()
+        agent, self._agent, board, self._board = self._agent, None, self._board, None
+        if agent is not None:
+            self._bytes += agent.sent_bytes
+            agent.close()
+        if board is not None:
+            board.close()
