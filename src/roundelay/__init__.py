@@ -1,3 +1,25 @@
-"""Roundelay: distributed training in which learners talk to their neighbours, one step behind."""
+"""Roundelay: distributed training in which learners talk to their neighbours, one step behind.
+
+with roundelay.join(module, optimizer, strategy="adpsgd") as learner:      # any torch module, under torchrun or alone
+    for batch in learner.claim(dataset, batch=64):
+        learner.step(lambda: loss(module(batch.x), batch.y), samples=len(batch))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "fit", "join"]
+
+if TYPE_CHECKING:
+    from roundelay.train.api import fit, join
+
+
+def __getattr__(name: str) -> Any:
+    # torch and the compiler of the kernels take seconds to import: only when they are needed
+    if name in ("join", "fit"):
+        from roundelay.train import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'roundelay' has no attribute '{name}'")

@@ -1,9 +1,9 @@
 """Who can be measured: each contestant trains the same task for a while at one place and says how far it got.
 
-    ceiling     the same learners without any communication: what cannot be beaten
-    ddp         torch DistributedDataParallel;  ddp_fp16: with the fp16 hook;  ddp_accumulate: one all-reduce per 4 batches
-    periodic    torch PeriodicModelAverager, K = 8
-    any other   a strategy of ours, under its name, with its default settings
+ceiling     the same learners without any communication: what cannot be beaten
+ddp         torch DistributedDataParallel;  ddp_fp16: with the fp16 hook;  ddp_accumulate: one all-reduce per 4 batches
+periodic    torch PeriodicModelAverager, K = 8
+any other   a strategy of ours, under its name, with its default settings
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ Step = Callable[[], None]
 class Runner:
     """One contestant at one place, ready to step."""
 
-    def __init__(self, entry: Entry, place: Place, task: Task, batch: int, slow: str, lr: float, momentum: float, seed: int = 0) -> None:
+    def __init__(
+        self, entry: Entry, place: Place, task: Task, batch: int, slow: str, lr: float, momentum: float, seed: int = 0
+    ) -> None:
         self.entry, self.place, self.task, self.batch, self.lr, self.momentum = entry, place, task, batch, lr, momentum
         self.steps = 0
         self.seed = seed
@@ -106,7 +108,9 @@ class Runner:
 
     def _join_torch(self) -> None:
         store = self.place.net.store
-        dist.init_process_group("gloo", store=PrefixStore(f"{store.prefix}ddp", store.tcp), rank=self.place.rank, world_size=self.place.size)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "gloo", store=PrefixStore(f"{store.prefix}ddp", store.tcp), rank=self.place.rank, world_size=self.place.size
+        )  # type: ignore[attr-defined]
         self._close.append(dist.destroy_process_group)
 
     def _ddp(self) -> Step:

@@ -119,7 +119,12 @@ def run_lesson(place: Place, case: Case) -> dict[str, Any]:
     result = train(case.lesson, place, case.options(), Plan(**{**plan.__dict__, "on_step": look}))
     leads = place.rank in place.leaders or "hierarchical" not in case.strategy
     final = weights[0].clone().numpy() if weights else None
-    return {"w": final, "spans": seen if leads else [], "steps": result["steps"] if "steps" in result else 0, "figures": result.get("figures")}
+    return {
+        "w": final,
+        "spans": seen if leads else [],
+        "steps": result["steps"] if "steps" in result else 0,
+        "figures": result.get("figures"),
+    }
 
 
 def run_still(place: Place, case: Case, steps: int) -> dict[str, Any]:
@@ -152,7 +157,9 @@ def run_still(place: Place, case: Case, steps: int) -> dict[str, Any]:
     return {"start": start.numpy(), "end": end.numpy(), "rounds": rounds, "leads": learner.worker.leads}
 
 
-def check_strategy(name: str, run: Runner, sizes: Sequence[int] = (1, 2, 3, 4), folder: Path | None = None, **options: Any) -> list[str]:
+def check_strategy(
+    name: str, run: Runner, sizes: Sequence[int] = (1, 2, 3, 4), folder: Path | None = None, **options: Any
+) -> list[str]:
     """Puts a strategy through the laws it has promised to keep; returns the names of those that were checked."""
     settings = tuple(sorted(options.items()))
     traits = build_strategy(Options(strategy=name, strategy_options=options)).traits
@@ -198,7 +205,9 @@ def everybody_ends_with_the_same_model(case: Case, traits: Any, run: Runner, siz
     results = _go(run, run_lesson, case, size=size)
     for result in results[1:]:
         assert np.array_equal(results[0]["w"], result["w"])
-    assert results[0]["figures"]["loss"] < 1.2, results[0]["figures"]  # it has learnt something: log 3 = 1.1 by guessing
+    assert results[0]["figures"]["loss"] < 1.2, results[0][
+        "figures"
+    ]  # it has learnt something: log 3 = 1.1 by guessing
     return True
 
 
@@ -259,14 +268,21 @@ def stragglers_drain(case: Case, traits: Any, run: Runner, size: int, base: Path
     if size == 1:
         return False
     for slow in ("0:20", f"{size - 1}:20"):
-        _go(run, run_lesson, Case(**{**case.__dict__, "slow": slow, "lesson": Lesson(samples=24), "epochs": 1.0}), size=size)
+        _go(
+            run,
+            run_lesson,
+            Case(**{**case.__dict__, "slow": slow, "lesson": Lesson(samples=24), "epochs": 1.0}),
+            size=size,
+        )
     _go(run, run_lesson, Case(**{**case.__dict__, "lesson": Lesson(samples=3), "batch": 3, "epochs": 1.0}), size=size)
     return True
 
 
 def any_optimizer(case: Case, traits: Any, run: Runner, size: int, base: Path) -> bool:
     """Adam with clipping trains too, and ends the same for everybody."""
-    results = _go(run, run_lesson, Case(**{**case.__dict__, "optimizer": "adam", "clip": 1.0, "epochs": 1.0}), size=size)
+    results = _go(
+        run, run_lesson, Case(**{**case.__dict__, "optimizer": "adam", "clip": 1.0, "epochs": 1.0}), size=size
+    )
     assert all(np.array_equal(results[0]["w"], r["w"]) for r in results)
     assert np.isfinite(results[0]["w"]).all()
     return True
