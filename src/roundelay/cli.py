@@ -103,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_train(args: argparse.Namespace) -> int:
     resolved = config.load(args.file, args.overrides)
     settings = resolved.settings
+    config.search_beside(resolved)
     check_wire(settings.wire)
     made = build_strategy(config.engine(settings))
     topology.topology(settings.topology)
@@ -226,9 +227,7 @@ def run_list(args: argparse.Namespace) -> int:
         lines = [f"{name:<14} {d['equation']}\n{'':<14} {d['use']}" for name, d in found.items()]
     elif args.what == "topologies":
         found = {name: topology.describe(name, args.size) for name in topology.TOPOLOGIES}
-        lines = [
-            f"{name:<14} {d['description']}  (gap {d['gap']:.4f} at {args.size} learners)" for name, d in found.items()
-        ]
+        lines = [f"{name:<14} {d['description']}  (gap {d['gap']:.4f} at {args.size} learners)" for name, d in found.items()]
     else:
         found = dict(WIRES)
         lines = [f"{name:<14} {text}" for name, text in found.items()]
@@ -238,6 +237,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_config(args: argparse.Namespace) -> int:
     resolved = config.load(args.file, args.overrides)
+    config.search_beside(resolved)
     build_strategy(config.engine(resolved.settings))
     if args.json:
         rows = {k: {"value": getattr(resolved.settings, k), "from": o} for k, o in resolved.origin.items()}

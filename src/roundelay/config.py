@@ -96,9 +96,7 @@ def load(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:
-            raise UsageError(
-                f"'{item}' is not key=value", where="command line", do="write for example strategy=kstep lr=0.1"
-            )
+            raise UsageError(f"'{item}' is not key=value", where="command line", do="write for example strategy=kstep lr=0.1")
         _take(values, key.strip(), _literal(text), "command line")
         origin[key.strip().split(".")[0]] = "command line"
     return Resolved(Settings(**values), origin, folder)
@@ -108,9 +106,7 @@ def _read(path: Path) -> list[tuple[str, Any, int]]:
     try:
         text = path.read_text()
     except OSError as error:
-        raise UsageError(
-            f"cannot read {path}: {error.strerror}", where="FILE", do="give the path of a TOML file"
-        ) from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", where="FILE", do="give the path of a TOML file") from error
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -144,9 +140,7 @@ def _take(values: dict[str, Any], key: str, value: Any, where: str) -> None:
         raise UsageError(f"there is no setting '{key}'", where=where, do=nearest(key, known))
     if key in TABLES:
         if not isinstance(value, dict):
-            raise UsageError(
-                f"{key} must be a table", where=where, do=f"write [{key}] in the file, or {key}.name=value"
-            )
+            raise UsageError(f"{key} must be a table", where=where, do=f"write [{key}] in the file, or {key}.name=value")
         values[key] = {**values.get(key, {}), **value}
         return
     values[key] = _checked(key, value, str(known[key].type), where)
@@ -208,27 +202,28 @@ def explain(resolved: Resolved) -> str:
     return "\n".join(f"{key:<{wide}} = {value:<{far}}  # {resolved.origin[key]}" for key, value in rows)
 
 
+def search_beside(resolved: Resolved) -> None:
+    """Tasks and strategies of one's own are looked for beside the file, then in the current folder."""
+    for place in (str(Path.cwd()), str(resolved.folder)):
+        if place not in sys.path:
+            sys.path.insert(0, place)
+
+
 def build_task(resolved: Resolved) -> Any:
     """The task that the settings name."""
     name, options = resolved.settings.task, resolved.settings.task_options
     if not name:
         raise UsageError("no task is named", where="task", do='set task = "importable.module:Class" in the file')
     module, colon, attribute = name.partition(":")
-    for place in (str(Path.cwd()), str(resolved.folder)):
-        if place not in sys.path:
-            sys.path.insert(0, place)
+    search_beside(resolved)
     try:
         cls = getattr(importlib.import_module(module), attribute if colon else "Task")
     except (ImportError, AttributeError) as error:
-        raise UsageError(
-            f"task '{name}' cannot be loaded: {error}", where="task", do="give importable.module:Class"
-        ) from error
+        raise UsageError(f"task '{name}' cannot be loaded: {error}", where="task", do="give importable.module:Class") from error
     known = {f.name for f in fields(cls) if f.init} if hasattr(cls, "__dataclass_fields__") else None
     for key in options:
         if known is not None and key not in known:
-            raise UsageError(
-                f"task '{name}' has no setting '{key}'", where=f"task_options.{key}", do=nearest(key, known)
-            )
+            raise UsageError(f"task '{name}' has no setting '{key}'", where=f"task_options.{key}", do=nearest(key, known))
     if known is not None and "seed" in known:
         options = {"seed": resolved.settings.seed, **options}
     try:

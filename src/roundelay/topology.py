@@ -266,9 +266,7 @@ def neighbour_matrix(name: str, size: int) -> Matrix:
 def neighbour_row(name: str, rank: int, size: int) -> dict[int, float]:
     """The weights with which one learner averages its neighbours and itself."""
     if not 0 <= rank < size:
-        raise UsageError(
-            f"no rank {rank} among {size} learners", where="topology", do=f"ranks run from 0 to {size - 1}"
-        )
+        raise UsageError(f"no rank {rank} among {size} learners", where="topology", do=f"ranks run from 0 to {size - 1}")
     return {j: float(weight) for j, weight in enumerate(neighbour_matrix(name, size)[rank]) if weight > 0}
 
 

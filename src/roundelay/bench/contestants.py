@@ -107,10 +107,10 @@ class Runner:
         return step
 
     def _join_torch(self) -> None:
-        store = self.place.net.store
+        store: Any = self.place.net.store  # a JobStore: torch's own contestants need processes
         dist.init_process_group(
             "gloo", store=PrefixStore(f"{store.prefix}ddp", store.tcp), rank=self.place.rank, world_size=self.place.size
-        )  # type: ignore[attr-defined]
+        )
         self._close.append(dist.destroy_process_group)
 
     def _ddp(self) -> Step:
@@ -202,7 +202,6 @@ def contest(place: Place, entry: Entry, task: Task, batch: int, slow: str, secon
             pace = place.net.start_mean(pace).wait()
         if runner.learner is not None:
             runner.learner.recorder.record()
-            met_before = runner.learner.recorder.total["meetings"]
         runner.barrier()
         steps = max(4, round(seconds / float(pace)) // 4 * 4)
         first, cpu, began = runner.steps, cpu_seconds(), time.perf_counter()
@@ -216,7 +215,10 @@ def contest(place: Place, entry: Entry, task: Task, batch: int, slow: str, secon
         figures = {"samples_per_s": done * batch / elapsed, "cpu_s": used, "steps": float(done), "elapsed_s": elapsed}
         if runner.learner is not None:
             runner.learner.recorder.record()
-            figures["meetings"] = float(runner.learner.recorder.total["meetings"] - met_before)
+            # from the start of the run: an agent may still be in the meeting of the last gradient
+            total = runner.learner.recorder.total
+            figures["meetings"] = float(total["meetings"])
+            figures["meetings_per_gradient"] = total["meetings"] / max(total["steps"], 1)
         runner.finish()
         runner.barrier()
         return figures

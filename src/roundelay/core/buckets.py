@@ -38,8 +38,15 @@ class Buckets:
         self._weight = 1.0
         self._missing: list[set[nn.Parameter]] = []
         self._left: list[Pending] = []
-        for slot in flat.slots:
-            slot.parameter.register_post_accumulate_grad_hook(self._arrived)
+        self._hooks = [
+            slot.parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]  # torch
+            for slot in flat.slots
+        ]
+
+    def close(self) -> None:
+        """Takes the hooks off: they hold the whole model, and no garbage collector sees through them."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def travelling(self, g: Tensor, weight: float) -> Iterator[None]:

@@ -83,6 +83,12 @@ def _ordered_sum(out, rows, weights):  # type: ignore[no-untyped-def]
             out[i] += weights[r] * rows[r, i]
 
 
+@_compiled
+def _mix(out, a, b, c, x, y, z):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = x * a[i] + y * b[i] + z * c[i]
+
+
 def _host(*vectors: Tensor) -> list[np.ndarray] | None:
     if all(v.device.type == "cpu" and v.is_contiguous() for v in vectors):
         return [v.detach().numpy() for v in vectors]
@@ -115,9 +121,7 @@ def add_difference(w: Tensor, copy: Tensor, after: Tensor, before: Tensor) -> No
         copy.copy_(w)
 
 
-def sgd_direction(
-    u: Tensor, at: Tensor, g: Tensor, buf: Tensor, scale: float, decay: float, mu: float, nesterov: bool
-) -> None:
+def sgd_direction(u: Tensor, at: Tensor, g: Tensor, buf: Tensor, scale: float, decay: float, mu: float, nesterov: bool) -> None:
     """x = scale g + decay at;  buf <- mu buf + x;  u <- buf (Nesterov: x + mu buf)."""
     if (host := _host(u, at, g, buf)) is not None:
         t = host[0].dtype.type
@@ -159,6 +163,17 @@ def ordered_sum(out: Tensor, rows: Tensor, weights: Tensor) -> None:
             out.add_(weights[r] * rows[r])
 
 
+def mix(out: Tensor, vectors: list[Tensor], weights: list[float]) -> None:
+    """out <- sum of weight * vector, in order, for up to three; `out` may be one of them."""
+    padded = [*vectors, *[vectors[-1]] * (3 - len(vectors))]
+    padded_weights = [*weights, *[0.0] * (3 - len(weights))]
+    if len(vectors) <= 3 and (host := _host(out, *padded)) is not None:
+        t = host[0].dtype.type
+        _mix(*host, *(t(w) for w in padded_weights))
+    else:
+        ordered_sum(out, torch.stack(vectors), torch.tensor(weights, dtype=out.dtype, device=out.device))
+
+
 def warm(dtype: torch.dtype) -> None:
     """Compile (or load) every kernel for this type now, so that the first exchange does not pay for it."""
     a, b, c, d = (torch.zeros(4, dtype=dtype) for _ in range(4))
@@ -169,4 +184,5 @@ def warm(dtype: torch.dtype) -> None:
     sgd_move(a, None, b, c, 1.0, 0.0, 0.0)
     sgd_move(a, b, c, d, 1.0, 0.0, 0.0)
     subtract_scaled(a, b, 0.0)
+    mix(a, [b, c, d], [0.0, 0.0, 0.0])
     ordered_sum(a, torch.zeros(2, 4, dtype=dtype), torch.zeros(2, dtype=dtype))

@@ -81,14 +81,31 @@ class Gossip(Protocol):
         """Figures since the last call: meetings, bytes, seconds, pair distance."""
 
 
+class Roll(Protocol):
+    """Who of the whole job is dead; ranks here are ranks of the whole job."""
+
+    def dead(self) -> dict[int, str]:
+        """Everybody known to be dead, with the reason."""
+
+    def report(self, rank: int, why: str) -> None:
+        """Somebody noticed that a rank is gone."""
+
+
 class Net(Protocol):
     """One member's view of a group of learners."""
 
     rank: int
     size: int
-    ranks: Sequence[int]
-    """The members' ranks in the whole job."""
-    store: Store
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The members' ranks in the whole job."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def roll(self) -> Roll: ...
 
     def living(self) -> list[int]:
         """Members not known to be dead, as ranks of this group."""

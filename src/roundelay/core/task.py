@@ -16,8 +16,9 @@ from torch import Tensor, nn
 class Task(Protocol):
     """Anything that can be trained."""
 
-    samples: int
-    """Training samples in one epoch."""
+    @property
+    def samples(self) -> int:
+        """Training samples in one epoch."""
 
     def build(self) -> nn.Module:
         """The module, initialised; the same on every learner (the engine copies rank 0's weights to be sure)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from roundelay.core.worker import Worker
 
@@ -33,7 +33,7 @@ class Traits:
 class Strategy(Protocol):
     """An algorithm: it owns its step."""
 
-    equation: str
+    equation: ClassVar[str]
 
     @property
     def traits(self) -> Traits: ...

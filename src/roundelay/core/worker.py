@@ -7,7 +7,7 @@ into w. For strategies without background traffic the two are one vector.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,7 +67,7 @@ class Share:
 class Meter:
     """Where the time of a worker went since the figures were last taken."""
 
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     staleness: Counter[int] = field(default_factory=Counter)
 
 
@@ -170,6 +170,12 @@ class Worker:
     def _applied(self, staleness: int) -> None:
         """This step's gradient went into a vector that had been written that often since it was read."""
         self._staleness = staleness
+
+    def close(self) -> None:
+        """Gives the module back as it was found."""
+        if self._buckets is not None:
+            self._buckets.close()
+            self._buckets = None
 
     @contextmanager
     def spent(self, what: str) -> Iterator[None]:

@@ -42,7 +42,7 @@ class BMUF:
     reference: ClassVar[str] = "Chen & Huo 2016"
     advice: ClassVar[str] = "As kstep, with more learners and longer blocks."
     weakness: ClassVar[str] = "Stragglers as kstep; large eta overshoots when the gradient turns."
-    saved: ClassVar[tuple[str, ...]] = ("W", "D", "W_g", "blocks")
+    saved: ClassVar[tuple[str, ...]] = ("W", "D", "blocks")
     _traits: ClassVar[Traits] = Traits(
         claims="turn",
         deterministic=True,
@@ -59,7 +59,7 @@ class BMUF:
         return replace(self._traits, claims=self.claims, deterministic=self.claims == "turn")
 
     def start(self, me: Worker) -> None:
-        self.W, self.W_g, self.D = me.w.clone(), me.w.clone(), torch.zeros_like(me.w)
+        self.W, self.D = me.w.clone(), torch.zeros_like(me.w)
         self.blocks = Blocks(race=self.claims == "race")
 
     def step(self, me: Worker) -> None:
@@ -77,10 +77,10 @@ class BMUF:
         if me.size == 1:
             return  # alone there is nothing to filter: plain SGD
         eta = 1 - 1 / me.size if self.eta is None else self.eta
-        G = me.mean(me.w, weight=float(me.samples_since_mean)) - self.W_g
-        self.D = eta * self.D + self.zeta * G
-        self.W = self.W + self.D
-        self.W_g = self.W + eta * self.D if self.nesterov else self.W
-        me.place(self.W_g)
+        ahead = eta if self.nesterov else 0.0
+        G = me.mean(me.w, weight=float(me.samples_since_mean)).sub_(self.W).sub_(self.D, alpha=ahead)  # mean_j w_j - W_g
+        self.D.mul_(eta).add_(G, alpha=self.zeta)
+        self.W.add_(self.D)
+        me.place(torch.add(self.W, self.D, alpha=ahead))  # w <- W_g
         me.forget()
         self.blocks.since, me.samples_since_mean = 0, 0

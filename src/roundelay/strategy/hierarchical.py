@@ -26,9 +26,7 @@ class Hierarchical:
 
     outer: Strategy
 
-    equation: ClassVar[str] = (
-        "g_m = sum_i n_i g_i(w_m) / sum_i n_i inside a machine;  between machines: the outer strategy"
-    )
+    equation: ClassVar[str] = "g_m = sum_i n_i g_i(w_m) / sum_i n_i inside a machine;  between machines: the outer strategy"
     reference: ClassVar[str] = "Zhang et al. 2019"
     advice: ClassVar[str] = "Several learners per machine: hierarchical(adpsgd) is H-ADPSGD."
     weakness: ClassVar[str] = "A slow learner slows its machine."

@@ -75,7 +75,7 @@ class KStep:
             self.average(me)
         g = me.grad()
         me.move(-self.gain * me.delta(g))
-        self.loss_sum += me.loss if g.samples else 0.0
+        self.loss_sum += g.samples * me.loss if g.samples else 0.0
         if self.blocks.over_after(self.K):
             self.average(me)
 
@@ -100,7 +100,8 @@ class KStep:
         """Whether this replica's objective is near enough to the best one's."""
         if me.size == 1 or self.reject <= 0:
             return True
-        loss = self.loss_sum / max(self.blocks.since, 1)
+        # a replica without a sample in this block has nothing to show, and must not pass for the best
+        loss = self.loss_sum / me.samples_since_mean if me.samples_since_mean else float("inf")
         losses = gathered(me, loss if isfinite(loss) else 1e30)
         return bool(losses[me.rank] <= losses.min() + self.reject)
 

@@ -27,8 +27,8 @@ def join(
 ) -> Learner:
     """This process as one learner of the job that torchrun's variables describe; alone without them.
 
-    `options` are those of the engine: topology, wire, seed, clip, schedule, exact, slow, timeout_s, host, … Use the result as a context manager: entering
-    makes all learners start from rank 0's weights, leaving gives the module the average of all living learners.
+    `options` are those of the engine: topology, wire, seed, clip, schedule, exact, slow, timeout_s, host, … Use the result as
+    a context manager: all learners start from rank 0's weights; leaving gives the module the average of the living ones.
     """
     made = Options(strategy=strategy if isinstance(strategy, str) else type(strategy).__name__, **options)
     device = next(module.parameters()).device

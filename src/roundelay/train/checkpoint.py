@@ -1,8 +1,8 @@
 """Checkpoints: everything a run needs to go on, written without stopping anybody.
 
-Each learner writes its shard at its own step boundary into a hidden folder; whoever writes the last one adds the average model and
-the table of contents and renames the folder. A folder without the hidden name's dot is therefore complete. Tensors are in
-safetensors, the rest in JSON; nothing is pickled.
+Each learner writes its shard at its own step boundary into a hidden folder; whoever writes the last one adds the average
+model and the table of contents and renames the folder. A folder whose name has no leading dot is therefore complete.
+Tensors are in safetensors, the rest in JSON; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ class Checkpoints:
         strategy = innermost(self.learner.strategy)
         for name, value in self._strategy_state.items():
             now = getattr(strategy, name)
-            setattr(strategy, name, type(now)(**value) if is_dataclass(now) else value)
+            setattr(strategy, name, replace(now, **value) if is_dataclass(now) and not isinstance(now, type) else value)
 
 
 def write_shard(folder: Path, learner: Learner) -> None:
@@ -185,9 +185,7 @@ def write_shard(folder: Path, learner: Learner) -> None:
             if isinstance(value, Tensor):
                 tensors[f"strategy/{name}"] = value.contiguous()
             else:
-                notes["strategy"][name] = (
-                    asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-                )
+                notes["strategy"][name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     name = f"rank-{learner.place.rank:03d}"
     save_file({k: t.detach().cpu().clone() for k, t in tensors.items()}, str(folder / f"{name}.safetensors"))
     (folder / f"{name}.json").write_text(json.dumps(notes))

@@ -79,9 +79,7 @@ class Turn:
             start, stop = span(d.rank)
             machine = sum(b - a for a, b in map(span, d.machine))
             share = d.share(stop - start, machine, round_samples, position, d.total)
-            yield Claim(
-                epoch, start - epoch * d.samples, stop - epoch * d.samples, share, (position, position + round_samples)
-            )
+            yield Claim(epoch, start - epoch * d.samples, stop - epoch * d.samples, share, (position, position + round_samples))
             position += round_samples
             steps += 1
 

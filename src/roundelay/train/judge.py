@@ -24,7 +24,7 @@ class Judge:
 
     def __init__(self, task: Task, learner: Learner, say: Callable[[str], None]) -> None:
         self.task, self.learner, self.say = task, learner, say
-        self.results: list[dict[str, Any]] = []
+        self._unsaid: list[tuple[str, int]] = []
 
     def judge(self, position: int, mean: Tensor, spread: float | None, final: bool = False) -> None:
         """Judges this learner's part of the model and posts it; the last one to post writes the event."""
@@ -38,9 +38,10 @@ class Judge:
         learner.worker.meter.seconds["judge"] += took
         key = f"judged/{'final' if final else position}"
         store.set(f"{key}/{place.rank}", json.dumps({"parts": parts, "effective": effective, "seconds": took}))
-        if store.add(key, 1) >= place.size - len(learner.job.roll.dead()) and store.claim(
-            f"{key}/sum", str(place.rank)
-        ) == str(place.rank):
+        self._unsaid.append((key, position))
+        if store.add(key, 1) >= place.size - len(learner.job.roll.dead()) and store.claim(f"{key}/sum", str(place.rank)) == str(
+            place.rank
+        ):
             self._add_up(key, position, spread, final)
 
     def _add_up(self, key: str, position: int, spread: float | None, final: bool) -> None:
@@ -64,8 +65,17 @@ class Judge:
             result["effective_rate"] = sum(ratios) / len(ratios)
         learner.events.write("evaluation", **result)
         learner.job.store.set(f"{key}/figures", json.dumps(figures))
-        epochs = position / self.task.samples
-        self.say(f"epoch {epochs:6.2f}  held-out " + "  ".join(f"{k} {v:.4f}" for k, v in figures.items()))
+
+    def announce(self) -> None:
+        """Says what evaluations have come to, whoever added them up."""
+        while self._unsaid:
+            key, position = self._unsaid[0]
+            note = self.learner.job.store.get(f"{key}/figures")
+            if note is None:
+                return
+            self._unsaid.pop(0)
+            figures = "  ".join(f"{name} {value:.4f}" for name, value in json.loads(note).items())
+            self.say(f"epoch {position / self.task.samples:6.2f}  held-out {figures}")
 
     def _effective_rate(self, mean: Tensor) -> float | None:
         """<g_l, g> / |g|^2 of this learner."""

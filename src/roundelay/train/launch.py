@@ -38,9 +38,7 @@ def child_environment(rank: int, size: int, host: str, port: int) -> dict[str, s
     }
 
 
-def start_learners(
-    command: Sequence[str], size: int, *, host: str, port: int, run: Path | None, survives_death: bool
-) -> int:
+def start_learners(command: Sequence[str], size: int, *, host: str, port: int, run: Path | None, survives_death: bool) -> int:
     """Runs one process per learner with torchrun's variables set; returns the job's exit code."""
     if size < 1:
         raise UsageError(f"{size} learners", where="learners", do="give at least 1")
@@ -56,9 +54,7 @@ def start_learners(
             signal.signal(number, handler)
 
 
-def _start(
-    command: Sequence[str], rank: int, size: int, host: str, port: int, run: Path | None
-) -> subprocess.Popen[Any]:
+def _start(command: Sequence[str], rank: int, size: int, host: str, port: int, run: Path | None) -> subprocess.Popen[Any]:
     log: Any = None
     if rank > 0 and run is not None:
         (run / "log").mkdir(parents=True, exist_ok=True)
@@ -101,7 +97,7 @@ def _watch(children: Sequence[subprocess.Popen[Any]], roll: Roll, run: Path | No
                     cause = 4 if killed else code
                 deadline = deadline or time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
-            for rank, child in enumerate(children):
+            for rank in range(len(children)):
                 if rank not in codes:
                     print(f"roundelay: rank {rank} did not leave by itself and is stopped", file=sys.stderr)
             _signal_all(children, signal.SIGKILL)

@@ -94,7 +94,17 @@ class Learner:
         self._slow = slowdown(options.slow, place.size, place.rank)
         self._claim: Claim | None = None
         self._own_loader = False
+        self._has_schedule = options.schedule != "constant" or options.warmup_epochs > 0
         self._finished = False
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        """Learners in the whole job."""
+        return self.place.size
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -107,9 +117,7 @@ class Learner:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is None:
                 self.finish()
@@ -161,6 +169,7 @@ class Learner:
 
     def close(self) -> None:
         self.watchdog.stop()
+        self.worker.close()
         for net in reversed(self._nets):
             net.close()
         self.place.close()
@@ -206,7 +215,8 @@ class Learner:
     ) -> Turn | Race:
         """How the data is dealt in this run; also what the schedule and the learners' weights go by."""
         o = self.options
-        self.optimizer.factor = schedule(o.schedule, samples, total, o.warmup_epochs, o.anneal_after_epochs)
+        if self._has_schedule:
+            self.optimizer.factor = schedule(o.schedule, samples, total, o.warmup_epochs, o.anneal_after_epochs)
         dealt = Dealt(samples, total, batches, self.place.rank, self.machine, self.leaders, first)
         self.position = first
         race = self.strategy.traits.claims == "race"
@@ -223,6 +233,10 @@ class Learner:
     def claim(self, dataset: Any, batch: int = 64, epochs: float = 1.0) -> Iterator[Batch]:
         """Batches of a dataset (anything with len and []), dealt or raced for as the strategy says; ends on all learners
         by protocol. Every sample is seen once per epoch by somebody. Call step() once for every batch."""
+        if self.claims is not None:
+            raise UsageError(
+                "claim() was called a second time", where="learner.claim", do="call it once, with epochs=… for several passes"
+            )
         samples = len(dataset)
         if samples == 0:
             raise DataError("the dataset is empty", where="learner.claim", do="check what it was made from")
@@ -242,6 +256,19 @@ class Learner:
     def until_all_done(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Items of one's own loader, of any length; ends when everybody's loader has ended. Strategies with a rendezvous let
         a learner whose loader has ended join the others' steps with weight 0."""
+        traits = self.strategy.traits
+        if traits.claims == "race" and (not traits.published or len(self.machine) > 1):
+            raise UsageError(
+                f"{self.options.strategy} cannot tell when the others' loaders end: it races for work and yet waits for all",
+                where="learner.until_all_done",
+                do="use learner.claim(dataset), or claims='turn', or a strategy without a rendezvous such as adpsgd",
+            )
+        if self._has_schedule:
+            raise UsageError(
+                "a schedule needs to know how many samples there are in all",
+                where="learner.until_all_done",
+                do="use learner.claim(dataset), or schedule='constant' and a torch.optim.lr_scheduler of your own",
+            )
         self._own_loader = True
         yield from loader
         if self.strategy.traits.claims == "turn":

@@ -60,9 +60,7 @@ class Plan:
 
 def make_optimizer(plan: Plan, module: torch.nn.Module) -> torch.optim.Optimizer:
     if plan.optimizer not in OPTIMIZERS:
-        raise UsageError(
-            f"there is no optimizer '{plan.optimizer}'", where="optimizer", do=nearest(plan.optimizer, OPTIMIZERS)
-        )
+        raise UsageError(f"there is no optimizer '{plan.optimizer}'", where="optimizer", do=nearest(plan.optimizer, OPTIMIZERS))
     settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
     if plan.optimizer == "sgd":
         settings["momentum"] = plan.momentum
@@ -147,9 +145,7 @@ class Run:
             mean = learner.finish().clone()
             if self._stopped_early:
                 raise Interrupted(
-                    "the run was interrupted; a checkpoint is written"
-                    if self.checkpoints
-                    else "the run was interrupted",
+                    "the run was interrupted; a checkpoint is written" if self.checkpoints else "the run was interrupted",
                     where=f"{learner.position} of {total} samples",
                     do="start the same command with resume=auto to go on",
                 )
@@ -240,6 +236,7 @@ class Run:
         return (position // every + 1) * every
 
     def _look_after_saves(self) -> None:
+        self.judge.announce()
         if self.checkpoints is None or not (self.checkpoints.waiting or self.checkpoints.complete):
             return
         self.checkpoints.poll()
@@ -274,9 +271,7 @@ class Run:
             self.judge.judge(learner.position, mean, None, final=True)
         if self.place.rank == min(learner.job.living()):
             if plan.run is not None:
-                save_file(
-                    model_tensors(learner, mean, learner.flat.buffer_vector()), str(plan.run / "model.safetensors")
-                )
+                save_file(model_tensors(learner, mean, learner.flat.buffer_vector()), str(plan.run / "model.safetensors"))
             result |= self._gather_figures(size)
         return result
 
@@ -291,6 +286,7 @@ class Run:
                 found["figures"] = json.loads(figures)
                 break
             time.sleep(0.01)
+        self.judge.announce()
         ranks: dict[int, Any] = {}
         while time.monotonic() < deadline and len(ranks) < size - len(self.learner.job.roll.dead()):
             for r in range(size):

@@ -35,7 +35,7 @@ class Optimizer:
         flat: Flat,
         optimizer: torch.optim.Optimizer,
         clip: float = 0.0,
-        factor: Callable[[int], float] = lambda position: 1.0,
+        factor: Callable[[int], float] | None = None,
     ) -> None:
         self.flat, self.torch, self.clip, self.factor = flat, optimizer, clip, factor
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
@@ -62,7 +62,9 @@ class Optimizer:
                     optimizer.state[slot.parameter]["momentum_buffer"] = view
 
     def set_position(self, position: int) -> None:
-        """Global samples so far: sets every group's rate."""
+        """Global samples so far: sets every group's rate, where there is a schedule; else the rates are the user's own."""
+        if self.factor is None:
+            return
         factor = self.factor(position)
         for group, base in zip(self.torch.param_groups, self._base, strict=True):
             group["lr"] = base * factor
@@ -84,9 +86,7 @@ class Optimizer:
         found = []
         for slot in self.flat.slots:
             state = self.torch.state.get(slot.parameter, {})
-            found += [
-                state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].is_floating_point()
-            ]
+            found += [state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].is_floating_point()]
         return found
 
     def state_vector(self) -> Tensor:

@@ -83,9 +83,7 @@ def split(machines: list[str], parts: int) -> list[str]:
     if parts <= 0:
         return machines
     if parts > len(machines):
-        raise UsageError(
-            f"{len(machines)} learners cannot be split into {parts} machines", where="machines", do="give fewer"
-        )
+        raise UsageError(f"{len(machines)} learners cannot be split into {parts} machines", where="machines", do="give fewer")
     return [f"{name}#{rank * parts // len(machines)}" for rank, name in enumerate(machines)]
 
 
@@ -93,9 +91,7 @@ def alone(device: str = "auto", threads: Threads | None = None, rank: int = 0, m
     """A place among threads of this process; by default the only one."""
     threads = threads or Threads(1)
     names = split(["here"] * threads.size, machines)
-    return Place(
-        threads.net(rank), rank, threads.size, names, ["localhost"] * threads.size, choose_device(device, rank)
-    )
+    return Place(threads.net(rank), rank, threads.size, names, ["localhost"] * threads.size, choose_device(device, rank))
 
 
 def under_launcher(env: Mapping[str, str] = os.environ) -> bool:
@@ -177,9 +173,7 @@ def open_place(
     # A machine that is split for a test behaves like several: shared memory only inside each part.
     share = wire == "shm" or wire == "auto"
     places = names if wire == "auto" else [card["machine"] for card in cards]
-    net = ProcessNet(
-        store, range(size), rank, places, host=host, share_memory=share, timeout_s=timeout_s, device=device
-    )
+    net = ProcessNet(store, range(size), rank, places, host=host, share_memory=share, timeout_s=timeout_s, device=device)
     return Place(net, rank, size, names, [card["host"] for card in cards], device, keep or [])
 
 
@@ -236,9 +230,7 @@ def _compare(mine: dict[str, Any], theirs: dict[str, Any], rank: int, other: int
                 raise UsageError(
                     f"rank {rank} has {key} {a}, rank {other} has {b}",
                     where=f"{what}, {key}",
-                    do="install the same versions everywhere"
-                    if what == "versions"
-                    else "give all ranks the same settings",
+                    do="install the same versions everywhere" if what == "versions" else "give all ranks the same settings",
                 )
 
 

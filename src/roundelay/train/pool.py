@@ -36,9 +36,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_member, args=(theirs, rank, self._server.port, self.machines[rank]), daemon=True
-            )
+            process = context.Process(target=_member, args=(theirs, rank, self._server.port, self.machines[rank]), daemon=True)
             process.start()
             theirs.close()
             self._members.append((process, ours))
@@ -54,9 +52,7 @@ class Pool:
             pipe.close()
         self._members = []
 
-    def run(
-        self, job: Job, *args: Any, size: int | None = None, timeout_s: float = 60.0, machines: int = 0
-    ) -> list[Any]:
+    def run(self, job: Job, *args: Any, size: int | None = None, timeout_s: float = 60.0, machines: int = 0) -> list[Any]:
         """Runs a job on the first `size` members. A hang is an error after timeout_s, and ends the pool."""
         size = size or self.size
         number = next(self._numbers)
@@ -64,12 +60,10 @@ class Pool:
             self._members[rank][1].send((job, args, number, size, self.wire, machines))
         results: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
-        pipes = {self._members[rank][1]: rank for rank in range(size)}
+        pipes: dict[Any, int] = {self._members[rank][1]: rank for rank in range(size)}
         failure: str | None = None
         while len(results) < size:
-            ready = wait(
-                [p for p, r in pipes.items() if r not in results], timeout=max(0.0, deadline - time.monotonic())
-            )
+            ready = wait([p for p, r in pipes.items() if r not in results], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.stop()
                 late = sorted(set(range(size)) - set(results))
@@ -77,10 +71,11 @@ class Pool:
                     failure or f"job {number} did not end in {timeout_s:.0f} s",
                     where=f"ranks {late} of {size}, wire {self.wire}",
                 )
+            pipe: Any
             for pipe in ready:
-                rank = pipes[pipe]  # type: ignore[index]
+                rank = pipes[pipe]
                 try:
-                    results[rank], problem = pipe.recv()  # type: ignore[union-attr]
+                    results[rank], problem = pipe.recv()
                 except (EOFError, ConnectionError):
                     results[rank], problem = None, "its process has ended"
                 if problem is not None and failure is None:

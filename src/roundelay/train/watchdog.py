@@ -81,9 +81,7 @@ class Watchdog:
             return
         others = {r: json.loads(sign) for r, (sign, _) in self._seen.items() if r not in self.dead}
         late = sorted(r for r, said in others.items() if said.get("phase") != "comm" and not said.get("left"))
-        late = late or sorted(
-            r for r in others if others[r].get("step", 0) == min(o.get("step", 0) for o in others.values())
-        )
+        late = late or sorted(r for r in others if others[r].get("step", 0) == min(o.get("step", 0) for o in others.values()))
         if late and self.place.rank == min(set(range(self.place.size)) - set(self.dead) - set(late), default=-1):
             self._warned_at = now
             named = "; ".join(f"rank {r}: {self._describe(r)}" for r in late)

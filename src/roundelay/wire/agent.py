@@ -22,7 +22,7 @@ from roundelay.core import kernels
 from roundelay.core.net import Matching
 from roundelay.errors import PeerLost
 from roundelay.wire.board import DONE, ENTERED, HISTORY, VERSION, Board, OnBoard, drain
-from roundelay.wire.link import Arrival, Kind, Link, LinkClosed, admit
+from roundelay.wire.link import Arrival, Kind, Link, LinkClosed, Sender, admit
 
 PATIENCE_S = 0.2
 """How long an agent sleeps before it looks whether those it waits for are still alive."""
@@ -33,7 +33,7 @@ SAMPLE = 4096
 
 
 def bytes_of(vector: Tensor) -> memoryview:
-    return memoryview(vector.numpy()).cast("B")
+    return memoryview(vector.numpy()).cast("B")  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 class Agent:
@@ -54,14 +54,14 @@ class Agent:
         self.entered = -1
         self.error: BaseException | None = None
         self._token, self._listener, self._lost = token, listener, lost
+        self._sender: Sender | None = None if listener is None else Sender(lambda: board.wake(self.rank))
         self._links: dict[int, Link] = {}
         self._callers: list[Link] = []
-        self._serving: Link | None = None
         self._service: Tensor | None = None
         self._snapshot: Tensor | None = None
         self._received: Tensor | None = None
+        self._received_in = -1
         self._open: int | None = None
-        self._got = False
         self._opened_at = 0.0
         self._matching: Matching | None = None
         self._gradients_per_meeting = 1.0
@@ -109,7 +109,8 @@ class Agent:
             time.sleep(0.002)
 
     def _adopt(self, peer: int, sock: socket.socket) -> None:
-        link = Link(sock)
+        assert self._sender is not None
+        link = Link(sock, self._sender)
         link.peer = peer
         self._links[peer] = link
         self._selector.register(link, selectors.EVENT_READ, link)
@@ -154,6 +155,8 @@ class Agent:
             self._thread.join(10.0)
         for link in [*self._links.values(), *self._callers]:
             link.close()
+        if self._sender is not None:
+            self._sender.close()
         self._selector.close()
         if self._listener is not None:
             self._listener.close()
@@ -190,30 +193,24 @@ class Agent:
     def _listen(self, timeout_s: float) -> None:
         """Waits for wake-ups and traffic, and moves bytes."""
         for link in [*self._links.values(), *self._callers]:
-            wanted = (selectors.EVENT_READ if link.wants_to_read else 0) | (
-                selectors.EVENT_WRITE if link.wants_to_write else 0
-            )
-            self._watch(link, wanted)
+            if link.error:
+                self._hang_up(link, link.error)
+            elif link.waiting is None:
+                self._watch(link)
         events = self._selector.select(timeout_s)
         if not events:
             self._look_for_the_dead()
-        for key, mask in events:
+        for key, _ in events:
             if key.data is None:
                 drain(self.board.wakeups())
             elif key.data == "listener":
                 self._welcome()
             else:
-                self._traffic(key.data, mask)
+                self._traffic(key.data)
 
-    def _watch(self, link: Link, wanted: int) -> None:
-        key = self._selector.get_map().get(link.fileno())
-        if key is None:
-            if wanted:
-                self._selector.register(link, wanted, link)
-        elif not wanted:
-            self._selector.unregister(link)
-        elif key.events != wanted:
-            self._selector.modify(link, wanted, link)
+    def _watch(self, link: Link) -> None:
+        if link.fileno() not in self._selector.get_map():
+            self._selector.register(link, selectors.EVENT_READ, link)
 
     def _welcome(self) -> None:
         assert self._listener is not None
@@ -229,18 +226,19 @@ class Agent:
         if rank >= 0:
             self._adopt(rank, sock)
         else:
-            caller = Link(sock)
+            assert self._sender is not None
+            caller = Link(sock, self._sender)
             self._callers.append(caller)
             self._selector.register(caller, selectors.EVENT_READ, caller)
 
-    def _traffic(self, link: Link, mask: int) -> None:
+    def _traffic(self, link: Link) -> None:
         try:
-            if mask & selectors.EVENT_WRITE:
-                link.write()
-            if mask & selectors.EVENT_READ and link.wants_to_read:
-                arrival = link.read()
-                if arrival is not None:
-                    self._arrived(link, arrival)
+            arrival = link.read_header()
+            if link.waiting is not None:
+                # its payload is taken when this agent is ready for it; until then the socket holds the sender back
+                self._selector.unregister(link)
+            if arrival is not None:
+                self._arrived(link, arrival)
         except LinkClosed as error:
             self._hang_up(link, str(error))
 
@@ -253,8 +251,6 @@ class Agent:
             self._bury(link.peer, why)
         else:
             self._callers.remove(link)
-            if self._serving is link:
-                self._serving = None
 
     def _bury(self, peer: int, why: str) -> None:
         if peer not in self.dead:
@@ -270,37 +266,24 @@ class Agent:
     # -- one-sided verbs of others -------------------------------------------------------------------------------------
 
     def _arrived(self, link: Link, arrival: Arrival) -> None:
-        if arrival.kind is Kind.MEET:
-            self._got = True
-        elif arrival.kind is Kind.GET:
+        if arrival.kind is Kind.GET:
             with self.published.locked():
                 _, version = self.published.count()
                 copy = self.published.vector.clone()
             link.send(Kind.ANSWER, version, bytes_of(copy))
         elif arrival.kind is Kind.ADD:
-            assert self._service is not None
+            if self._service is None:
+                self._service = torch.empty_like(self.published.vector)
+            link.read_payload(bytes_of(self._service))
             with self.published.locked():
                 _, version = self.published.count(writes=1)
                 self.published.vector.add_(self._service)
-            self._serving = None
             link.send(Kind.ANSWER, version - 1)
-
-    def _serve_additions(self) -> bool:
-        for link in self._callers:
-            if self._serving is None and link.waiting is not None and link.waiting.kind is Kind.ADD:
-                if self._service is None:
-                    self._service = torch.empty_like(self.published.vector)
-                self._serving = link
-                link.offer(bytes_of(self._service))
-                return True
-        return False
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def _advance(self) -> bool:
         """One move, if one is possible."""
-        if self._serve_additions():
-            return True
         if self._matching is None or self._at_rest.is_set():
             return False
         if self._open is not None:
@@ -348,7 +331,7 @@ class Agent:
 
     def _enter(self, partner: int) -> None:
         self.entered = self.round
-        self._open, self._opened_at, self._got = partner, time.perf_counter(), False
+        self._open, self._opened_at = partner, time.perf_counter()
         if partner in self._links:
             if self._snapshot is None:
                 self._snapshot = torch.empty_like(self.published.vector)
@@ -356,11 +339,8 @@ class Agent:
             with self.published.locked():
                 self.published.count()
                 self._snapshot.copy_(self.published.vector)
-            link = self._links[partner]
-            try:
-                link.send(Kind.MEET, self.round, bytes_of(self._snapshot))
-            except LinkClosed as error:
-                self._hang_up(link, str(error))
+            self._links[partner].send(Kind.MEET, self.round, bytes_of(self._snapshot))
+            self._received_in = -1
         elif partner in self.board.here:
             self.board.header(self.rank)[ENTERED] = self.round
             if not self._meet_in_place(partner):
@@ -373,27 +353,7 @@ class Agent:
         partner = self._open
         assert partner is not None
         if partner in self._links:
-            link = self._links[partner]
-            waiting = link.waiting
-            if waiting is not None and link._into is None:
-                if waiting.kind is not Kind.MEET or waiting.number != self.round:
-                    self._hang_up(link, f"it speaks of round {waiting.number} in round {self.round}")
-                    return True
-                assert self._received is not None
-                try:
-                    link.offer(bytes_of(self._received))
-                except LinkClosed as error:
-                    self._hang_up(link, str(error))
-                return False
-            if not self._got or link.wants_to_write:
-                return False
-            assert self._snapshot is not None and self._received is not None
-            self._note_distance(self._snapshot, self._received)
-            with self.published.locked():
-                self.published.count(writes=1)
-                kernels.add_half_difference(self.published.vector, self._received, self._snapshot)
-            self._close(met=True)
-            return True
+            return self._try_to_close_remote(self._links[partner])
         if partner in self.board.here and int(self.board.header(self.rank)[DONE]) == self.round:
             self._close(met=True)
             return True
@@ -404,6 +364,31 @@ class Agent:
         if partner in self.board.here and int(self.board.header(partner)[ENTERED]) == self.round:
             return self._meet_in_place(partner)
         return False
+
+    def _try_to_close_remote(self, link: Link) -> bool:
+        assert self._snapshot is not None
+        assert self._received is not None
+        if link.error:
+            self._hang_up(link, link.error)
+            return True
+        if link.waiting is not None and self._received_in != self.round:
+            if link.waiting.kind is not Kind.MEET or link.waiting.number != self.round:
+                self._hang_up(link, f"it speaks of round {link.waiting.number} in round {self.round}")
+                return True
+            try:
+                link.read_payload(bytes_of(self._received))
+            except LinkClosed as error:
+                self._hang_up(link, str(error))
+                return True
+            self._received_in = self.round
+        if self._received_in != self.round or link.sending:
+            return False
+        self._note_distance(self._snapshot, self._received)
+        with self.published.locked():
+            self.published.count(writes=1)
+            kernels.add_half_difference(self.published.vector, self._received, self._snapshot)
+        self._close(met=True)
+        return True
 
     def _meet_in_place(self, partner: int) -> bool:
         """Averages both vectors where they lie, if both agents have entered the round and neither has done it yet."""

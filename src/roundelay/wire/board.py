@@ -24,8 +24,10 @@ class Board(Protocol):
     """What an agent needs of shared memory."""
 
     rank: int
-    here: Sequence[int]
-    """Members whose vectors are on this board."""
+
+    @property
+    def here(self) -> Sequence[int]:
+        """Members whose vectors are on this board."""
 
     def vector(self, rank: int) -> Tensor: ...
 

@@ -135,9 +135,7 @@ class InprocNet:
     def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> _Taking:
         def combine(brought: dict[int, Any]) -> Tensor:
             xs = torch.stack([brought[r][0].reshape(-1) for r in range(self.size)])
-            weights = torch.tensor(
-                [1.0 if brought[r][1] is None else brought[r][1] for r in range(self.size)], dtype=x.dtype
-            )
+            weights = torch.tensor([1.0 if brought[r][1] is None else brought[r][1] for r in range(self.size)], dtype=x.dtype)
             out = torch.empty_like(xs[0])
             kernels.ordered_sum(out, xs, weights)
             return out.div_(weights.sum()).view_as(x)
@@ -162,8 +160,7 @@ class InprocNet:
         def finish(brought: dict[int, Tensor]) -> Tensor:
             members = sorted(row)
             out = torch.empty_like(x)
-            weights = torch.tensor([row[m] for m in members], dtype=x.dtype)
-            kernels.ordered_sum(out, torch.stack([brought[m] for m in members]), weights)
+            kernels.mix(out, [brought[m] for m in members], [row[m] for m in members])
             return out
 
         return self._pending(x.clone(), lambda brought: dict(brought), finish)
@@ -187,9 +184,7 @@ class InprocNet:
 
     def gossip(self, published: Published, matching: Matching, gradients_per_meeting: float) -> Meetings:
         assert isinstance(published, OnBoard)
-        self._agent = Agent(
-            published, self._board, self.size, b"", None, lambda r, why: self.roll.report(self.ranks[r], why)
-        )
+        self._agent = Agent(published, self._board, self.size, b"", None, lambda r, why: self.roll.report(self.ranks[r], why))
         self._agent.start()
         self._agent.gossip(matching, gradients_per_meeting)
         return Meetings(self._agent, self.roll, self.ranks, self.rank, self.name, self._threads.timeout_s, self.store)
@@ -212,9 +207,7 @@ class InprocNet:
     def part(self, ranks: Sequence[int], name: str) -> InprocNet | None:
         if self.rank not in ranks:
             return None
-        return InprocNet(
-            self._threads, [self.ranks[r] for r in ranks], list(ranks).index(self.rank), f"{self.name}/{name}"
-        )
+        return InprocNet(self._threads, [self.ranks[r] for r in ranks], list(ranks).index(self.rank), f"{self.name}/{name}")
 
     def bytes_sent(self) -> int:
         return self._bytes

@@ -1,4 +1,4 @@
-"""Connections between agents: framed messages over TCP, never blocking, never unpickling.
+"""Connections between agents: framed messages over TCP, nothing unpickled.
 
 Why not a two-member gloo group per edge: an agent must notice "somebody asks for round 12" on any edge while it waits on
 another, and gloo offers neither polling nor waiting on several groups; its time-outs destroy the pair. A socket does both,
@@ -10,16 +10,17 @@ from __future__ import annotations
 import hmac
 import socket
 import struct
-from collections import deque
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from queue import SimpleQueue
 
 from roundelay.errors import PeerLost
 
 HEADER = struct.Struct("<4sBqq")
 MAGIC = b"RDL1"
-BUFFER_BYTES = 4 << 20
-CHUNK_BYTES = 1 << 20
 
 
 class Kind(IntEnum):
@@ -47,98 +48,107 @@ class LinkClosed(Exception):
 
 def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 class Link:
-    """One non-blocking connection. A payload stays in the socket until a buffer is offered for it: back-pressure for free."""
+    """One connection. Headers are read without blocking, so that many links can be watched at once; a payload stays in the
+    socket until a buffer is offered for it, which is back-pressure for free, and is then taken in one call. Sending is the
+    sender's business: model-sized messages move in two system calls, not in hundreds of turns through the interpreter."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
+    def __init__(self, sock: socket.socket, sender: Sender) -> None:
+        sock.settimeout(None)
         tune(sock)
-        self.sock = sock
+        self.sock, self._sender = sock, sender
         self.peer: int | None = None
         self.sent_bytes = 0
-        self._out: deque[memoryview] = deque()
+        self.sending = 0
+        """Messages handed to the sender and not yet gone."""
+        self.error = ""
+        """What the sender met, if it met anything."""
         self._head = bytearray()
         self.waiting: Arrival | None = None
-        """A message whose payload has not been asked for yet."""
-        self._into: memoryview | None = None
+        """A message whose payload is still in the socket."""
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    @property
-    def wants_to_write(self) -> bool:
-        return bool(self._out)
-
-    @property
-    def wants_to_read(self) -> bool:
-        return self.waiting is None or self._into is not None
-
     def send(self, kind: Kind, number: int, payload: memoryview | None = None) -> None:
-        """Queues a message; the payload must stay as it is until nothing is left to write."""
-        self._out.append(memoryview(HEADER.pack(MAGIC, kind, number, len(payload) if payload is not None else 0)))
-        if payload is not None:
-            self._out.append(payload)
-        self.write()
+        """Hands a message to the sender; the payload must stay as it is until `sending` is 0 again."""
+        self.sending += 1
+        self._sender.queue.put((self, HEADER.pack(MAGIC, kind, number, len(payload) if payload is not None else 0), payload))
 
-    def write(self) -> None:
+    def read_header(self) -> Arrival | None:
+        """The next message's header if it is there; a message without payload is complete with it."""
         try:
-            while self._out:
-                sent = self.sock.send(self._out[0][:CHUNK_BYTES])
-                self.sent_bytes += sent
-                rest = self._out[0][sent:]
-                if len(rest):
-                    self._out[0] = rest
-                else:
-                    self._out.popleft()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise LinkClosed(str(error)) from error
-
-    def offer(self, buffer: memoryview) -> None:
-        """A buffer for the payload that waits."""
-        assert self.waiting is not None
-        if len(buffer) != self.waiting.bytes:
-            raise LinkClosed(f"a payload of {self.waiting.bytes} bytes where {len(buffer)} were expected")
-        self._into = buffer
-
-    def read(self) -> Arrival | None:
-        """Reads what is there: a whole message if one is complete (its payload is in the offered buffer), else None."""
-        try:
-            if self.waiting is None:
-                part = self.sock.recv(HEADER.size - len(self._head))
-                if not part:
-                    raise LinkClosed("connection closed")
-                self._head += part
-                if len(self._head) < HEADER.size:
-                    return None
-                magic, kind, number, length = HEADER.unpack(self._head)
-                self._head.clear()
-                if magic != MAGIC or kind not in Kind._value2member_map_ or length < 0:
-                    raise LinkClosed("not a Roundelay message")
-                arrival = Arrival(Kind(kind), number, length)
-                if length == 0:
-                    return arrival
-                self.waiting = arrival
-                return None
-            if self._into is None:
-                return None
-            while len(self._into):
-                got = self.sock.recv_into(self._into, min(len(self._into), CHUNK_BYTES))
-                if got == 0:
-                    raise LinkClosed("connection closed")
-                self._into = self._into[got:]
-            arrival, self.waiting, self._into = self.waiting, None, None
-            return arrival
+            part = self.sock.recv(HEADER.size - len(self._head), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except OSError as error:
             raise LinkClosed(str(error)) from error
+        if not part:
+            raise LinkClosed("connection closed")
+        self._head += part
+        if len(self._head) < HEADER.size:
+            return None
+        magic, kind, number, length = HEADER.unpack(self._head)
+        self._head.clear()
+        if magic != MAGIC or kind not in Kind._value2member_map_ or length < 0:
+            raise LinkClosed("not a Roundelay message")
+        arrival = Arrival(Kind(kind), number, length)
+        if length:
+            self.waiting = arrival
+        return arrival
+
+    def read_payload(self, buffer: memoryview) -> None:
+        """Takes the payload that waits; blocks until all of it is there."""
+        assert self.waiting is not None
+        if len(buffer) != self.waiting.bytes:
+            raise LinkClosed(f"a payload of {self.waiting.bytes} bytes where {len(buffer)} were expected")
+        receive_all(self.sock, buffer)
+        self.waiting = None
 
     def close(self) -> None:
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
+
+
+def receive_all(sock: socket.socket, buffer: memoryview) -> None:
+    try:
+        while len(buffer):
+            got = sock.recv_into(buffer, len(buffer), socket.MSG_WAITALL)
+            if got == 0:
+                raise LinkClosed("connection closed")
+            buffer = buffer[got:]
+    except OSError as error:
+        raise LinkClosed(str(error)) from error
+
+
+class Sender:
+    """The thread that sends for an agent."""
+
+    def __init__(self, sent: Callable[[], None]) -> None:
+        self.queue: SimpleQueue[tuple[Link, bytes, memoryview | None] | None] = SimpleQueue()
+        self._sent = sent
+        self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self.queue.get()) is not None:
+            link, head, payload = item
+            try:
+                link.sock.sendall(head)
+                if payload is not None:
+                    link.sock.sendall(payload)
+                link.sent_bytes += len(head) + (len(payload) if payload is not None else 0)
+            except OSError as error:
+                link.error = str(error)
+            link.sending -= 1
+            self._sent()
+
+    def close(self) -> None:
+        self.queue.put(None)
 
 
 def listen(host: str) -> socket.socket:
@@ -203,12 +213,9 @@ class Caller:
                 self._sock.sendall(payload)
             _, _, version, length = HEADER.unpack(_exactly(self._sock, HEADER.size))
             if length:
-                assert out is not None and len(out) == length
-                while len(out):
-                    got = self._sock.recv_into(out)
-                    if got == 0:
-                        raise LinkClosed("connection closed")
-                    out = out[got:]
+                assert out is not None
+                assert len(out) == length
+                receive_all(self._sock, out)
             return int(version)
         except (OSError, LinkClosed) as error:
             raise PeerLost(

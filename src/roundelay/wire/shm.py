@@ -33,9 +33,7 @@ PAGE = 4096
 class ShmBoard:
     """The board of one machine; `here` are its members, `vector` what this one publishes."""
 
-    def __init__(
-        self, here: Sequence[int], rank: int, vector: Tensor, store: Store, name: str, timeout_s: float
-    ) -> None:
+    def __init__(self, here: Sequence[int], rank: int, vector: Tensor, store: Store, name: str, timeout_s: float) -> None:
         self.here, self.rank = list(here), rank
         self._timeout_s = timeout_s
         self._vectors: dict[int, Tensor] = {}
@@ -117,7 +115,7 @@ class ShmBoard:
     @contextmanager
     def lock(self, rank: int) -> Iterator[None]:
         # flock belongs to an open file, so every thread opens its own: then it excludes threads as well as processes
-        opened = self._descriptors.__dict__
+        opened: dict[int, int] = self._descriptors.__dict__.setdefault("opened", {})
         if rank not in opened:
             opened[rank] = os.open(f"/proc/self/fd/{self._files[rank]}", os.O_RDWR)
         fcntl.flock(opened[rank], fcntl.LOCK_EX)

@@ -80,9 +80,7 @@ def serve(host: str, port: int = 0) -> TCPStore:
     listener.listen(1024)
     port = listener.getsockname()[1]
     # torch binds every interface by itself; handing over a bound socket is the way to bind one
-    return TCPStore(
-        host, port, None, is_master=True, wait_for_workers=False, timeout=LONG, master_listen_fd=listener.detach()
-    )
+    return TCPStore(host, port, None, is_master=True, wait_for_workers=False, timeout=LONG, master_listen_fd=listener.detach())
 
 
 def join(host: str, port: int, timeout_s: float) -> TCPStore:

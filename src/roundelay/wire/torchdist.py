@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from roundelay.wire.store import JobStore
 
 def gloo(store: JobStore, name: str, rank: int, size: int, host: str, timeout_s: float) -> ProcessGroupGloo:
     """A gloo group of its own, bound to one address."""
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
     return ProcessGroupGloo(PrefixStore(f"{store.prefix}gloo/{name}", store.tcp), rank, size, options)
@@ -86,7 +87,9 @@ class ProcessNet:
             from torch.distributed import ProcessGroupNCCL
 
             prefixed = PrefixStore(f"{self.store.prefix}nccl/{self.name}", self.store.tcp)
-            return ProcessGroupNCCL(prefixed, self.rank, self.size, timedelta(seconds=self.timeout_s))
+            options = ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=self.timeout_s)
+            return ProcessGroupNCCL(prefixed, self.rank, self.size, options)
         return self.patiently(lambda: gloo(self.store, self.name, self.rank, self.size, self.host, self.timeout_s))
 
     def patiently(self, wait: Callable[[], Any]) -> Any:
@@ -149,19 +152,17 @@ class ProcessNet:
 
     def start_mix(self, x: Tensor, row: dict[int, float]) -> _Work:
         members = sorted(row)
-        rows = torch.empty(len(members), x.numel(), dtype=x.dtype)
+        received = {member: x if member == self.rank else torch.empty_like(x) for member in members}
         works = []
-        for i, member in enumerate(members):
-            if member == self.rank:
-                rows[i].copy_(x)
-            else:
-                works.append(self.patiently(lambda i=i, m=member: self._group.recv([rows[i]], m, 0)))
-                works.append(self.patiently(lambda m=member: self._group.send([x], m, 0)))
+        for member in members:
+            if member != self.rank:
+                works.append(self.patiently(partial(self._group.recv, [received[member]], member, 0)))
+                works.append(self.patiently(partial(self._group.send, [x], member, 0)))
                 self._bytes += x.numel() * x.element_size()
 
         def finish() -> Tensor:
-            out = torch.empty_like(x)
-            kernels.ordered_sum(out, rows, torch.tensor([row[m] for m in members], dtype=x.dtype))
+            out = next(received[member] for member in members if member != self.rank)
+            kernels.mix(out, [received[member] for member in members], [row[member] for member in members])
             return out
 
         return _Work(self, works, finish)
@@ -180,19 +181,21 @@ class ProcessNet:
         host_vector = vector.detach().to("cpu")
         mine = self.machines[self.rank]
         here = [m for m in range(self.size) if self.share_memory and self.machines[m] == mine] or [self.rank]
+        board: Board
         if len(here) > 1:
-            self._board = ShmBoard(here, self.rank, host_vector, self.store, f"{self.name}/{mine}", self.timeout_s)
+            board = ShmBoard(here, self.rank, host_vector, self.store, f"{self.name}/{mine}", self.timeout_s)
         else:
             memory = MemoryBoard([self.rank])
             memory.publish(self.rank, host_vector)
-            self._board = memory.seen_by(self.rank)
-        published = OnBoard(self._board, self.rank)
+            board = memory.seen_by(self.rank)
+        self._board = board
+        published = OnBoard(board, self.rank)
         away = [m for m in range(self.size) if m not in here]
         listener = listen(self.host) if away else None
         self._token = self.store.claim(f"{self.name}/token", secrets.token_hex(16)).encode()
         self._agent = Agent(
             published,
-            self._board,
+            board,
             self.size,
             self._token,
             listener,
@@ -217,19 +220,17 @@ class ProcessNet:
         return address
 
     def gossip(self, published: Published, matching: Matching, gradients_per_meeting: float) -> Meetings:
-        assert self._agent is not None and self._board is not None
+        assert self._agent is not None
+        assert self._board is not None
         away = {m for m in range(self.size) if m not in self._board.here}
-        expected = 0
+        partners = 0
         for low, high in sorted(matching.edges):
             if self.rank == low and high in away:
-                sock = connect(self._address(high), self.rank, self._token, self.timeout_s)
-                self._agent.invite(high, sock)
-            expected += self.rank == high and low in away
+                self._agent.invite(high, connect(self._address(high), self.rank, self._token, self.timeout_s))
+            partners += (self.rank == low and high in away) or (self.rank == high and low in away)
         if not self._agent.running:
             self._agent.start()
-        self._agent.await_partners(
-            expected + sum(self.rank == low and high in away for low, high in matching.edges), self.timeout_s
-        )
+        self._agent.await_partners(partners, self.timeout_s)
         self._agent.gossip(matching, gradients_per_meeting)
         return Meetings(self._agent, self.roll, self.ranks, self.rank, self.name, self.timeout_s, self.store)
 

@@ -1,0 +1,158 @@
+"""Every strategy keeps the laws it promises, on every wire, with 1, 2, 3 and 4 learners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundelay.errors import PeerLost
+from roundelay.strategy import STRATEGIES, build
+from roundelay.topology import TOPOLOGIES
+from roundelay.train.battery import LAWS, Case, check_strategy, in_threads, still_water
+from roundelay.train.place import Place
+from roundelay.train.pool import Pool
+
+FORMS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in STRATEGIES},
+    "hierarchical(kstep)": {},
+    "hierarchical(sync)": {},
+    "kstep adaptive": {"adaptive": True, "K": 2, "calibrate": 2},
+    "kstep race": {"claims": "race", "K": 2},
+    "bmuf race": {"claims": "race", "K": 2},
+    "delay_by_one gradient": {"form": "gradient"},
+}
+"""Every strategy as it comes, and settings that make another algorithm of it."""
+SHORT_SIZES = (2, 3)
+"""For settings that differ in arithmetic and not in how they use the wire."""
+MACHINES = ["a", "a", "b", "b"]
+"""Two machines of two learners: shared memory inside, connections between."""
+
+
+class LastingPool:
+    """A pool that is made anew after a failure, so that one broken test does not break the next."""
+
+    def __init__(self, wire: str, machines: list[str] | None = None) -> None:
+        self.wire, self.machines = wire, machines
+        self._pool: Pool | None = None
+
+    def run(self, job: Any, *args: Any, size: int, machines: int = 0) -> list[Any]:
+        if self._pool is None:
+            self._pool = Pool(4, self.wire, self.machines).__enter__()
+            self._pool.run(wake_up, timeout_s=240.0)  # imports and compiled kernels, however loaded the machine is
+        try:
+            return self._pool.run(job, *args, size=size, machines=machines)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool = None
+
+
+def wake_up(place: Place) -> int:
+    """Everything a process pays for once."""
+    import torch
+
+    from roundelay.core import kernels
+
+    kernels.warm(torch.float32)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    return place.rank
+
+
+@pytest.fixture(scope="module", params=["shm", "torchdist", "auto"])
+def pool(request: pytest.FixtureRequest) -> Iterator[LastingPool]:
+    made = LastingPool(request.param, MACHINES if request.param == "auto" else None)
+    yield made
+    made.stop()
+
+
+def promised(form: str, sizes: tuple[int, ...]) -> set[str]:
+    """The laws that a strategy's traits hold it to."""
+    traits = build(form.split()[0], FORMS[form]).traits
+    found = set()
+    for size in sizes if form != "single" else [s for s in sizes if s == 1]:
+        for law in LAWS:
+            applies = {
+                "alone_it_is_single": size == 1,
+                "twice_the_same_bits": traits.deterministic,
+                "still_water": size > 1 and traits.conserves_mean and traits.contracts,
+                "stragglers_drain": size > 1,
+            }
+            if applies.get(law.__name__, True):
+                found.add(f"{law.__name__}/{size}")
+    return found
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("form", FORMS)
+def test_laws_in_threads(form: str, tmp_path: Path) -> None:
+    sizes = (1, 2, 3, 4)
+    checked = check_strategy(form.split()[0], in_threads, sizes, tmp_path, **FORMS[form])
+    assert set(checked) == promised(form, sizes)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("form", FORMS)
+def test_laws_between_processes(form: str, pool: LastingPool, tmp_path: Path) -> None:
+    as_it_comes = form in STRATEGIES
+    if pool.wire == "auto":
+        sizes: tuple[int, ...] = (3, 4)  # the first two learners share a machine: that is shm
+        if form == "single":
+            pytest.skip("one learner has no wire")
+    else:
+        sizes = (1, 2, 3, 4) if as_it_comes else SHORT_SIZES
+    if not as_it_comes and pool.wire != "shm" and not form.startswith("hierarchical"):
+        pytest.skip("uses the wire as its plain form does")
+    checked = check_strategy(form.split()[0], pool.run, sizes, tmp_path, **FORMS[form])
+    assert set(checked) == promised(form, sizes)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_gossip_gives_what_the_matrices_of_its_topology_give(topology: str, pool: LastingPool, tmp_path: Path) -> None:
+    traits = build("adpsgd").traits
+    for size in (2, 3, 4):
+        for run in (in_threads, pool.run):
+            assert still_water(Case("adpsgd", topology=topology, seed=5), traits, run, size, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ out of the tree
+
+
+def test_a_strategy_out_of_the_tree_keeps_the_laws(tmp_path: Path) -> None:
+    checked = check_strategy("own_strategies:HalfWay", in_threads, (1, 2, 3, 4), tmp_path)
+    assert "twice_the_same_bits/4" in checked
+    assert "still_water/3" in checked
+
+
+@pytest.mark.parametrize(
+    ("strategy", "complaint"),
+    [
+        ("TwoGradients", "a second gradient in one step"),
+        ("NoGradient", "did not call grad"),
+    ],
+)
+def test_a_step_takes_exactly_one_gradient(strategy: str, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(PeerLost, match=complaint):
+        check_strategy(f"own_strategies:{strategy}", in_threads, (2,), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "complaint"),
+    [
+        ("LosesTheMean", "the mean has moved"),
+        ("Unrepeatable", "two runs differ"),
+    ],
+)
+def test_broken_promises_are_found_out(strategy: str, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        check_strategy(f"own_strategies:{strategy}", in_threads, (2,), tmp_path)
