@@ -10,7 +10,7 @@ loader has ended joins the others' steps with weight 0; with adpsgd its agent go
 import torch
 from join_any_module import spirals
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, random_split
 
 import roundelay
 
@@ -22,19 +22,18 @@ def main() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     loss = nn.CrossEntropyLoss()
 
-    with roundelay.join(module, optimizer, strategy="sync", wire="auto") as learner:
-        # An uneven cut on purpose: learner 0 has twice as much as each of the others.
-        cuts = torch.linspace(0, 3000, learner.size + 2).int().tolist()
-        mine = range(cuts[learner.rank + 1] if learner.rank else 0, cuts[learner.rank + 2])
-        loader = DataLoader(Subset(spirals(3000, seed=1), mine), batch_size=16, shuffle=True)
-        for epoch in range(12):
+    with roundelay.join(module, optimizer, strategy="sync") as learner:
+        # Learner 0 gets twice as much as any other; every learner makes the same cut, and takes its own piece.
+        shares = [2 if rank == 0 else 1 for rank in range(learner.size)]
+        cut = random_split(spirals(3000, seed=1), [s / sum(shares) for s in shares], torch.Generator().manual_seed(3))
+        loader = DataLoader(cut[learner.rank], batch_size=16, shuffle=True)
+        for _ in range(8):
             for x, y in learner.until_all_done(loader):
-                last = learner.step(lambda: loss(module(x), y), samples=len(x))  # noqa: B023 - called at once
-            print(f"rank {learner.rank} epoch {epoch}: {learner.steps} steps, loss of the last batch {last:.3f}")
+                learner.step(lambda: loss(module(x), y), samples=len(x))  # noqa: B023 - called at once
 
     x, y = spirals(1000, seed=2).tensors
     right = (module(x).argmax(1) == y).float().mean()
-    print(f"rank {learner.rank} of {learner.size}: {len(mine)} samples, accuracy {right:.3f}")
+    print(f"rank {learner.rank} of {learner.size}: {len(loader)} batches, {learner.steps} steps, accuracy {right:.3f}")
 
 
 if __name__ == "__main__":

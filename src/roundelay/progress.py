@@ -35,10 +35,10 @@ class Progress:
     def step(self, position: int, total: int, figures: dict[str, Any]) -> None:
         """Where the run stands: cheap enough for every step."""
         now = time.monotonic()
+        if self._first is None:
+            self._first, self._began = position, now
         if self.kind == "none" or now - self._shown < (LIVE_EVERY_S if self.kind == "rich" else PLAIN_EVERY_S):
             return
-        if self._first is None:
-            self._first = position
         self._shown = now
         if self.kind == "rich":
             self._show_bar(position, total, figures)

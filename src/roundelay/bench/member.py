@@ -25,6 +25,7 @@ import torch
 from roundelay.bench.contestants import Entry, Runner
 from roundelay.bench.namespaces import end_with_parent
 from roundelay.core.task import Task
+from roundelay.errors import DataError, PeerLost
 from roundelay.train.learner import Learner
 from roundelay.train.loop import Plan, train
 from roundelay.train.options import Options
@@ -148,7 +149,15 @@ class Member:
     ) -> dict[str, Any]:
         """A run of `samples` samples in all, `batch` at a time here."""
         entry = Entry(name, strategy, tuple(options.items()))
-        place = alone("cpu") if strategy == "single" else self.place(number)
+        try:
+            return self._run(entry, number, lr, momentum, batch, samples)
+        except (DataError, PeerLost) as error:  # at this rate the loss is no number: that is a result
+            return {"failure": str(error)}
+
+    def _run(
+        self, entry: Entry, number: int, lr: float, momentum: float, batch: int, samples: int
+    ) -> dict[str, Any]:
+        place = alone("cpu") if entry.strategy == "single" else self.place(number)
         if entry.ours:
             return self._ours(entry, place, Plan(
                 epochs=samples / self.task.samples, batch=batch, lr=lr, momentum=momentum, evaluate=False, progress="none"
@@ -216,7 +225,8 @@ class Member:
             mean += torch.from_numpy(np.array(album[slot])) / len(pictures)
         torch.nn.utils.vector_to_parameters(mean, self.module.parameters())
         self.module.eval()
-        return self.task.evaluate(self.module, part, parts)["loss"]
+        with torch.no_grad():
+            return self.task.evaluate(self.module, part, parts)["loss"]
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ a slow learner slows everybody; on a quadratic the stable rate is half of that o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -33,7 +33,7 @@ class DelayByOne:
     advice: ClassVar[str] = "Equal learners, large batches: communication is hidden, mixing perfect."
     weakness: ClassVar[str] = "A slow learner slows everybody; half the stable rate of sync on a quadratic."
     saved: ClassVar[tuple[str, ...]] = ("g_before",)
-    traits: ClassVar[Traits] = Traits(
+    _traits: ClassVar[Traits] = Traits(
         claims="turn",
         deterministic=True,
         conserves_mean=True,
@@ -43,11 +43,16 @@ class DelayByOne:
         published=False,
     )
 
+    @property
+    def traits(self) -> Traits:
+        # (3) applies the same gradient everywhere: learners that begin equal stay equal, others stay apart
+        return self._traits if self.form == "weights" else replace(self._traits, contracts=False, state_rule="shared")
+
     def start(self, me: Worker) -> None:
         self.g_before = torch.empty(0)
 
     def step(self, me: Worker) -> None:
-        if self.form == "gradient":
+        if self.form == "gradient" and me.size > 1:  # alone there is no transfer to hide
             self.step_with_last_gradient(me)
             return
         mean = me.start_mean(me.w)

@@ -84,6 +84,8 @@ class KStep:
             self.average(me)
 
     def average(self, me: Worker) -> None:
+        if me.size == 1:
+            return  # alone there is nobody to agree with: plain SGD
         n = float(me.samples_since_mean) * self.accepted(me)
         before = me.w.clone() if self.adaptive else None
         w = me.mean(me.w, weight=n)
@@ -98,7 +100,7 @@ class KStep:
 
     def accepted(self, me: Worker) -> bool:
         """Whether this replica's objective is near enough to the best one's."""
-        if me.size == 1 or self.reject <= 0:
+        if self.reject <= 0:
             return True
         # a replica without a sample in this block has nothing to show, and must not pass for the best
         loss = self.loss_sum / me.samples_since_mean if me.samples_since_mean else float("inf")
@@ -112,6 +114,8 @@ class KStep:
         if self.averages <= self.calibrate:
             self.target += q / self.calibrate
             return
+        if self.target == 0:
+            return  # the learners have never been apart: there is nothing to steer by
         ratio = self.target / max(q, 1e-30)
         K, wanted = self.K, round(self.K * min(max(ratio, 0.5), 2.0))
         self.K = min(max(wanted, self.K_min), self.K_max)

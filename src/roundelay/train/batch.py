@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +20,12 @@ PROBE_BATCH = 64
 PROBES = 3
 
 
-def batch_sizes(batch: int | str, place: Place, learner: Learner, task: Task) -> list[int]:
+def batch_sizes(batch: int | str | Sequence[int], place: Place, learner: Learner, task: Task) -> list[int]:
     """Every rank's batch, by rank."""
     if isinstance(batch, str) and batch.isdigit():
         batch = int(batch)
+    if not isinstance(batch, int | str):
+        return list(batch)
     if isinstance(batch, int):
         if batch < 1:
             raise UsageError(f"a batch of {batch} samples", where="batch", do="give at least 1")

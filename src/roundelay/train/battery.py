@@ -141,7 +141,7 @@ def run_still(place: Place, case: Case, steps: int) -> dict[str, Any]:
 
     machine = len(learner.machine)
     for k in range(steps):
-        learner.advance(Share(1, machine, place.size, k * place.size, 1 << 40), compute)
+        learner.advance(Share(1, machine, place.size, k * place.size, steps * place.size), compute)
     finish = getattr(learner.strategy, "finish", None)
     if finish is not None:
         finish(learner.worker)
@@ -152,7 +152,7 @@ def run_still(place: Place, case: Case, steps: int) -> dict[str, Any]:
     end = learner.worker.w.clone()
     place.net.start_mean(torch.zeros(1)).wait() if place.size > 1 else None
     learner.close()
-    return {"start": start.numpy(), "end": end.numpy(), "rounds": rounds, "leads": learner.worker.leads}
+    return {"start": start.numpy(), "end": end.numpy(), "rounds": rounds, "leads": learner.worker.leads, "weight": machine}
 
 
 def check_strategy(
@@ -225,10 +225,13 @@ def still_water(case: Case, traits: Any, run: Runner, size: int, base: Path) -> 
     if size == 1 or not (traits.conserves_mean and traits.contracts):
         return False
     if "bmuf" in case.strategy:  # block momentum needs a common start; without it only the average is left
-        case = Case(**{**case.__dict__, "strategy_options": (("eta", 0.0), ("K", 2))})
+        case = Case(**{**case.__dict__, "strategy_options": (*case.strategy_options, ("eta", 0.0), ("K", 2))})
     results = [r for r in _go(run, run_still, case, 8, size=size) if r["leads"]]
     before, after = (np.stack([r[key] for r in results]).astype(np.float64) for key in ("start", "end"))
-    assert np.allclose(before.mean(0), after.mean(0), atol=2e-6), "the mean has moved"
+    # averages that weigh by samples conserve the weighted mean: a machine of two counts twice
+    weights = [r["weight"] if traits.weighs == "mean" else 1 for r in results]
+    means = [np.average(x, axis=0, weights=weights) for x in (before, after)]
+    assert np.allclose(*means, atol=2e-6), "the mean has moved"
     spread = [float(np.square(x - x.mean(0)).mean()) ** 0.5 for x in (before, after)]
     rounds = results[0]["rounds"]
     if rounds:

@@ -140,6 +140,7 @@ class Checkpoints:
             meta["size"] == learner.place.size
             and meta["ranks"] == list(range(meta["size"]))
             and (meta.get("strategy") == self.about.get("strategy") and meta["leaders"] == learner.leaders)
+            and in_one_block(path, meta["leaders"])
         )
         source = learner.place.rank if same else meta["leaders"][learner.place.rank % len(meta["leaders"])]
         self._strategy_state = read_shard(path, source, learner, exactly=same)
@@ -162,6 +163,12 @@ class Checkpoints:
         for name, value in self._strategy_state.items():
             now = getattr(strategy, name)
             setattr(strategy, name, replace(now, **value) if is_dataclass(now) and not isinstance(now, type) else value)
+
+
+def in_one_block(folder: Path, ranks: list[int]) -> bool:
+    """Whether no learner had a rendezvous behind it that another had before it: they race, and save as they come by."""
+    notes = [json.loads((folder / f"rank-{rank:03d}.json").read_text()) for rank in ranks]
+    return all(n.get("strategy", {}).get("blocks") == notes[0].get("strategy", {}).get("blocks") for n in notes)
 
 
 def write_shard(folder: Path, learner: Learner) -> None:

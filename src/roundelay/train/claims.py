@@ -87,8 +87,8 @@ class Turn:
 class Race:
     """Batches claimed from a counter. In a hierarchy the machine's first rank claims for all its members."""
 
-    def __init__(self, dealt: Dealt, store: Store, holes: Sequence[Span] = (), patience_s: float = 60.0) -> None:
-        self.dealt, self.store, self.patience_s = dealt, store, patience_s
+    def __init__(self, dealt: Dealt, store: Store, holes: Sequence[Span] = (), stays: bool = True) -> None:
+        self.dealt, self.store, self.stays = dealt, store, stays
         self.leader = dealt.machine[0]
         self._leased: list[Span] = []
         self._rest: list[Span] = []
@@ -124,6 +124,11 @@ class Race:
     def total(self) -> int:
         stop = self.store.get("stop-total")
         return self.dealt.total if stop is None else min(self.dealt.total, int(stop))
+
+    def nothing_left(self) -> Share:
+        """What a learner works on when all is dealt: no samples, at the end of the run."""
+        d, total = self.dealt, self.total
+        return d.share(0, 0, sum(d.batches), total, total)
 
     def _next_returned(self) -> Span | None:
         returned, taken = int(self.store.get("returned") or 0), int(self.store.get("returned-taken") or 0)
@@ -171,6 +176,8 @@ class Race:
         idle = False
         while True:
             span = self._next_span(size)
+            if span is None and not self.stays:
+                break  # nobody's death is survived, and others may be waiting at a rendezvous
             if span is None:
                 # Stay until everybody has run out: somebody may die and leave work behind.
                 if not idle and not self._leased:

@@ -95,7 +95,7 @@ class Learner:
         self._claim: Claim | None = None
         self._own_loader = False
         self._has_schedule = options.schedule != "constant" or options.warmup_epochs > 0
-        self._finished = False
+        self._left = self._finished = False
 
     @property
     def rank(self) -> int:
@@ -124,14 +124,22 @@ class Learner:
         finally:
             self.close()
 
+    def leave(self) -> None:
+        """No more work: comes to the rendezvous that others still have before them."""
+        finish = getattr(innermost(self.strategy), "finish", None)
+        if finish is None or self._left or not self.worker.leads:
+            return
+        self._left = True
+        if isinstance(self.claims, Race):
+            self.worker.share = self.claims.nothing_left()
+        finish(self.worker)
+
     def finish(self) -> Tensor:
         """No more work: leave the meetings together, then take the average of the living as the module's weights."""
         if self._finished:
             return self.flat.phi
         self._finished = True
-        finish = getattr(innermost(self.strategy), "finish", None)
-        if finish is not None and self.worker.leads:
-            finish(self.worker)
+        self.leave()
         if self.worker.meetings is not None:
             with self.worker.spent("comm"):
                 self.worker.meetings.finish()
@@ -220,7 +228,7 @@ class Learner:
         dealt = Dealt(samples, total, batches, self.place.rank, self.machine, self.leaders, first)
         self.position = first
         race = self.strategy.traits.claims == "race"
-        self.claims = Race(dealt, self.job.store, holes, o.timeout_s) if race else Turn(dealt)
+        self.claims = Race(dealt, self.job.store, holes, self.strategy.traits.survives_death) if race else Turn(dealt)
         return self.claims
 
     def bury(self) -> None:

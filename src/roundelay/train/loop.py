@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Plan:
     """What a run does beside stepping."""
 
     epochs: float = 1.0
-    batch: int | str = 64
+    batch: int | str | Sequence[int] = 64
     optimizer: str = "sgd"
     lr: float = 0.1
     momentum: float = 0.9
@@ -140,6 +140,9 @@ class Run:
             self._greet(batches, first, total)
             with self._signals():
                 self._loop(claims, total)
+            if isinstance(claims, Race):
+                learner.position = max(learner.position, claims.total)  # everybody's work is done, not only one's own
+                learner.leave()  # before the save: nobody may wait for the checkpoint of one who waits at a rendezvous
             if self._stopped_early or self.checkpoints is not None:
                 self._save_and_settle()
             mean = learner.finish().clone()
@@ -230,10 +233,15 @@ class Run:
     # -- saving and judging ----------------------------------------------------------------------------------------
 
     def _save_at(self, due: int, every: int, position: int) -> int:
+        """Writes this learner's shards; returns when the next save is due. Race: one for every line that others have crossed,
+        since each of those checkpoints waits for all learners."""
+        end = (position // every + 1) * every
         if self.checkpoints is not None:
+            race = self.learner.strategy.traits.claims == "race"
             with self.learner.worker.spent("save"):
-                self.checkpoints.save(due if self.learner.strategy.traits.claims == "race" else position)
-        return (position // every + 1) * every
+                for line in range(due, end, every) if race else [position]:
+                    self.checkpoints.save(line)
+        return end
 
     def _look_after_saves(self) -> None:
         self.judge.announce()
@@ -256,7 +264,8 @@ class Run:
         position = learner.job.store.claim("last-save", str(learner.position)) if race else str(learner.position)
         self.checkpoints.save(int(position))
         deadline = time.monotonic() + self.options.timeout_s
-        while self.checkpoints.waiting and time.monotonic() < deadline:
+        # only for this one: an earlier one may lack the shard of a learner whose claims jumped over it
+        while int(position) in self.checkpoints.waiting and time.monotonic() < deadline:
             self.checkpoints.poll()
             time.sleep(0.01)
 

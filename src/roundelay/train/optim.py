@@ -89,7 +89,21 @@ class Optimizer:
             found += [state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].is_floating_point()]
         return found
 
+    def _complete_state(self) -> None:
+        """Torch makes a parameter's state at its first gradient; a learner that had none yet must still bring a vector as long
+        as the others' to an average."""
+        for slot, group in zip(self.flat.slots, self.groups, strict=True):
+            if not self.torch.state.get(slot.parameter):
+                twin = torch.nn.Parameter(slot.parameter.detach().clone())
+                twin.grad = torch.zeros_like(twin)
+                made = type(self.torch)([{**group, "params": [twin]}], **self.torch.defaults)
+                made.step()
+                for key, value in made.state.get(twin, {}).items():
+                    self.torch.state[slot.parameter][key] = value * 0 if key == "step" else value
+
     def state_vector(self) -> Tensor:
+        if not self.fused:
+            self._complete_state()
         tensors = self._state_tensors()
         return torch.cat([t.reshape(-1) for t in tensors]) if tensors else torch.empty(0)
 
