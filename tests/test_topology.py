@@ -237,9 +237,7 @@ def test_exponential_stays_near_random_pairs_at_every_size(size: int) -> None:
         (128, 0.9992, 0.9984, 0.3281, 5733),
     ],
 )
-def test_synchronous_ring_known_values(
-    size: int, second: float, rho: float, rho_randomized: float, rounds_ring: int
-) -> None:
+def test_synchronous_ring_known_values(size: int, second: float, rho: float, rho_randomized: float, rounds_ring: int) -> None:
     matrix = neighbour_matrix("ring", size)
     measured = spectrum(matrix)
     assert measured.second == pytest.approx(second, abs=5e-5)

@@ -115,7 +115,7 @@ def run_train(args: argparse.Namespace) -> int:
         _write_config(run, resolved)
         return _run_threads(task, resolved, run, args.json)
     _write_config(run, resolved)
-    command = [sys.executable, "-m", "roundelay", "train", args.file, *args.overrides, f"run={json.dumps(str(run))}"]
+    command = [sys.executable, "-m", "roundelay", "train", args.file, *args.overrides, f"run={json.dumps(str(run), ensure_ascii=False)}"]
     if args.json:
         command.append("--json")
     return start_learners(
@@ -139,7 +139,7 @@ def _fresh_run(file: str, strategy_name: str) -> Path:
 def _write_config(run: Path, resolved: config.Resolved) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
-        (run / "config.toml").write_text(config.dumps(resolved.settings))
+        (run / "config.toml").write_text(config.dumps(resolved.settings), encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"cannot write the run directory: {error.strerror}", where=f"run={run}", do="choose another run=…"

@@ -104,9 +104,10 @@ def load(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -
 
 def _read(path: Path) -> list[tuple[str, Any, int]]:
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", where="FILE", do="give the path of a TOML file") from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise UsageError(f"cannot read {path}: {why}", where="FILE", do="give the path of a TOML file") from error
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -161,8 +162,8 @@ def _checked(key: str, value: Any, kind: str, where: str) -> Any:
         )
     if key in CHOICES and value not in CHOICES[key]:
         raise UsageError(f"{key} cannot be '{value}'", where=where, do=nearest(str(value), CHOICES[key]))
-    if key in AT_LEAST and value < AT_LEAST[key]:
-        raise UsageError(f"{key} is {value}", where=where, do=f"give at least {AT_LEAST[key]:g}")
+    if key in AT_LEAST and not AT_LEAST[key] <= value < float("inf"):  # nan is refused too
+        raise UsageError(f"{key} is {value}", where=where, do=f"give a number of at least {AT_LEAST[key]:g}")
     return value
 
 
@@ -188,8 +189,8 @@ def _toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    # TOML's basic strings take JSON's escapes, but for the character DEL
-    return json.dumps(str(value)).replace("\x7f", "\\u007f")
+    # TOML's basic strings take JSON's escapes, but neither a bare DEL nor pairs of surrogates for rare characters
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def explain(resolved: Resolved) -> str:

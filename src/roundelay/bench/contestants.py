@@ -1,6 +1,7 @@
 """Who can be measured: each contestant trains the same task for a while at one place and says how far it got.
 
-ceiling     the same learners without any communication: what cannot be beaten
+ceiling     plain torch on the same cores, without any communication
+alone       our own engine without any communication: each learner is a job of its own
 ddp         torch DistributedDataParallel;  ddp_fp16: with the fp16 hook;  ddp_accumulate: one all-reduce per 4 batches
 periodic    torch PeriodicModelAverager, K = 8
 any other   a strategy of ours, under its name, with its default settings
@@ -25,7 +26,7 @@ from roundelay.core.task import Task
 from roundelay.core.worker import Share
 from roundelay.train.learner import Learner
 from roundelay.train.options import Options
-from roundelay.train.place import Place
+from roundelay.train.place import Place, alone
 from roundelay.train.recorder import cpu_seconds
 from roundelay.train.slow import slowdown
 
@@ -49,7 +50,7 @@ class Entry:
     @property
     def free(self) -> bool:
         """Learners go at their own pace."""
-        return self.name == "ceiling" or self.strategy in ("adpsgd", "asgd", "hierarchical(adpsgd)")
+        return self.name in ("ceiling", "alone") or self.strategy in ("adpsgd", "asgd", "hierarchical(adpsgd)")
 
 
 Step = Callable[[], None]
@@ -152,11 +153,14 @@ class Runner:
         return step
 
     def _ours(self) -> Step:
-        options = Options(strategy=self.entry.strategy, slow=self._slow_setting, **dict(self.entry.options))
-        self.learner = learner = Learner(self.place, self.module, self._optimizer(self.module), options)
+        place, slow = self.place, self._slow_setting
+        if self.entry.name == "alone":
+            place, slow = alone("cpu"), f"0:{self._slow}" if self._slow > 1.0 else ""
+        options = Options(strategy=self.entry.strategy, slow=slow, **dict(self.entry.options))
+        self.learner = learner = Learner(place, self.module, self._optimizer(self.module), options)
         self.learner.start()
         self._close.append(learner.close)
-        size, batch = self.place.size, self.batch
+        size, batch = place.size, self.batch
         machine = batch * len(learner.machine)
 
         def compute() -> float:

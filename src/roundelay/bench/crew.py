@@ -6,13 +6,10 @@ import itertools
 import json
 import os
 import selectors
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +17,6 @@ from roundelay.bench.namespaces import CARD, Machines
 from roundelay.errors import PeerLost
 
 PORT = 29500
-SHARED_MEMORY = Path("/dev/shm")
 START_S = 60.0
 
 
@@ -36,10 +32,8 @@ class Crew:
         self._task, self._settings = task, settings
         self._numbers = itertools.count()
         self._members: list[subprocess.Popen[str]] = []
-        self._albums = ""
 
     def __enter__(self) -> Crew:
-        self._albums = tempfile.mkdtemp(prefix="roundelay-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
         try:
             command = [sys.executable, "-m", "roundelay.bench.member"]
             self._members = [
@@ -61,7 +55,8 @@ class Crew:
         for member in self._members:
             member.wait()
         self._members = []
-        shutil.rmtree(self._albums, ignore_errors=True)
+        for album in self.machines.folder.glob("*"):
+            album.unlink()
 
     def _environment(self, rank: int) -> dict[str, str]:
         """torchrun's variables, and what a member of a benchmark needs beside them."""
@@ -78,7 +73,7 @@ class Crew:
             "HOST_ADDRESS": self.machines.address(home),
             "GLOO_SOCKET_IFNAME": CARD,
             "OMP_NUM_THREADS": "1",
-            "ALBUMS": self._albums,
+            "ALBUMS": str(self.machines.folder),
             "TASK": self._task,
             "TASK_SETTINGS": json.dumps(self._settings),
         }

@@ -49,6 +49,7 @@ CONTESTANTS: dict[str, Contestant] = {
     for name in STRATEGIES
     if name != "single"
 }
+CONTESTANTS["bmuf"] = Contestant("bmuf", (("K", 2),))  # short blocks: the run has only 512 steps
 CONTESTANTS["adpsgd_random"] = Contestant("adpsgd", (("topology", "random_ring"),))
 CONTESTANTS["kstep_adaptive"] = Contestant("kstep", (("adaptive", True),))
 ALONE = ("single", "half")

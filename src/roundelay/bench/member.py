@@ -154,9 +154,7 @@ class Member:
         except (DataError, PeerLost) as error:  # at this rate the loss is no number: that is a result
             return {"failure": str(error)}
 
-    def _run(
-        self, entry: Entry, number: int, lr: float, momentum: float, batch: int, samples: int
-    ) -> dict[str, Any]:
+    def _run(self, entry: Entry, number: int, lr: float, momentum: float, batch: int, samples: int) -> dict[str, Any]:
         place = alone("cpu") if entry.strategy == "single" else self.place(number)
         if entry.ours:
             return self._ours(entry, place, Plan(
@@ -180,6 +178,7 @@ class Member:
         summary = train(task, place, options, replace(plan, on_step=on_step))
         if run.learner is not None and run.learner.worker.leads:
             album.take(run.learner.flat.phi, run.samples, run.ended)  # by now the mean of all
+        meetings = run.learner.worker.meetings if run.learner is not None else None
         kept = ("steps", "meetings", "bytes", "waiting_s", "own_s", "staleness_mean")
         return {
             "began": task.began,
@@ -187,6 +186,7 @@ class Member:
             "cpu_s": run.cpu - task.cpu,
             "samples": run.samples,
             "pictures": [asdict(picture) for picture in album.pictures],
+            "rounds": meetings.rounds if meetings is not None else 0,
             **{key: summary.get(key, 0) for key in kept},
         }
 

@@ -1,8 +1,9 @@
-"""Machines made of network namespaces: hosts around a switch, every cable with the speed that was asked for.
+"""Machines made of network namespaces: hosts on cables with the speed that was asked for.
 
-Each host is a namespace with one interface; the switch is a namespace with a bridge. Both ends of a cable are held to the
-rate by a token bucket, so each host sends and receives at most that much, and the queue before the cable is a few
-milliseconds long: a small message is not held up for long behind a model that is on its way.
+Each host is a namespace with one interface. Two hosts share a cable; more of them are plugged into a switch, a namespace
+with a bridge. Both ends of a cable are held to the rate by a token bucket, so each host sends and receives at most that
+much, and the queue before the cable is a few milliseconds long: a small message is not held up for long behind a model
+that is on its way.
 
 Everything is named after the process that made it. What a killed process left behind is cleared away by the next one.
 """
@@ -15,7 +16,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from roundelay.errors import UsageError
@@ -25,6 +28,7 @@ BURST = "128kb"
 """What may leave at once: two of the largest packets the kernel hands to an interface."""
 QUEUE = "20ms"
 """The longest a packet waits before the cable; above that it is dropped and TCP slows down."""
+MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 CARD = "lan0"
 """The name of a host's interface."""
 
@@ -53,15 +57,19 @@ def run(*command: str) -> str:
 
 
 def sweep() -> list[str]:
-    """Removes what killed processes left behind; returns the namespaces that went."""
-    gone = []
-    for line in run("ip", "netns", "list").splitlines():
-        name = line.split()[0] if line.split() else ""
-        parts = name.split("-")
-        if len(parts) == 3 and parts[0] == PREFIX and parts[1].isdigit() and not _maker_lives(int(parts[1])):
-            _remove(name)
-            gone.append(name)
+    """Removes what killed processes left behind; returns the names of what went."""
+    namespaces = [line.split()[0] for line in run("ip", "netns", "list").splitlines() if line.strip()]
+    folders = [path.name for path in MEMORY.glob(f"{PREFIX}-*")]
+    gone = [name for name in namespaces + folders if _abandoned(name)]
+    for name in gone:
+        _remove(name)
+        shutil.rmtree(MEMORY / name, ignore_errors=True)
     return gone
+
+
+def _abandoned(name: str) -> bool:
+    parts = name.split("-")
+    return len(parts) == 3 and parts[0] == PREFIX and parts[1].isdigit() and not _maker_lives(int(parts[1]))
 
 
 def _sign(pid: int) -> str:
@@ -88,8 +96,12 @@ def _remove(name: str) -> None:
     subprocess.run(("ip", "netns", "del", name), capture_output=True, check=False)
 
 
+def _cable(host: str, card: str, other: str, port: str) -> None:
+    run("ip", "link", "add", "name", card, "netns", host, "type", "veth", "peer", "name", port, "netns", other)
+
+
 class Machines:
-    """`count` hosts around a switch, each on a cable of `mbit` Mbit/s. A context manager."""
+    """`count` hosts on cables of `mbit` Mbit/s. A context manager."""
 
     def __init__(self, count: int, mbit: int) -> None:
         self.count, self.mbit = count, mbit
@@ -102,6 +114,11 @@ class Machines:
     def switch(self) -> str:
         return f"{PREFIX}-{os.getpid()}-switch"
 
+    @property
+    def folder(self) -> Path:
+        """A folder in memory that all hosts see, whatever their network is like."""
+        return MEMORY / f"{PREFIX}-{os.getpid()}-shared"
+
     def address(self, number: int) -> str:
         return f"10.77.0.{number + 1}"
 
@@ -111,6 +128,7 @@ class Machines:
         self._sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sign.bind(_sign(os.getpid()))
         try:
+            self.folder.mkdir()
             self._build()
         except BaseException:
             self.close()
@@ -121,27 +139,36 @@ class Machines:
         self.close()
 
     def close(self) -> None:
-        """Ends every process inside and removes the namespaces; their interfaces go with them."""
+        """Ends every process inside and removes namespaces and folder; interfaces go with their namespaces."""
         for name in [*(self.host(i) for i in range(self.count)), self.switch]:
             _remove(name)
+        shutil.rmtree(self.folder, ignore_errors=True)
         if self._sign is not None:
             self._sign.close()
             self._sign = None
 
     def _build(self) -> None:
-        switch = self.switch
-        run("ip", "netns", "add", switch)
-        run("ip", "-n", switch, "link", "add", "name", "bridge0", "type", "bridge")
-        run("ip", "-n", switch, "link", "set", "bridge0", "up")
-        for i in range(self.count):
-            host, port = self.host(i), f"port{i}"
+        hosts = [self.host(i) for i in range(self.count)]
+        for host in hosts:
             run("ip", "netns", "add", host)
-            run("ip", "link", "add", "name", CARD, "netns", host, "type", "veth", "peer", "name", port, "netns", switch)
-            run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
+        if self._switched:
+            run("ip", "netns", "add", self.switch)
+            run("ip", "-n", self.switch, "link", "add", "name", "bridge0", "type", "bridge")
+            run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
+            for i, host in enumerate(hosts):
+                _cable(host, CARD, self.switch, f"port{i}")
+                run("ip", "-n", self.switch, "link", "set", f"port{i}", "master", "bridge0", "up")
+        else:  # a switch would cost every packet a second way through the kernel, on the learners' cores
+            _cable(hosts[0], CARD, hosts[1], CARD)
+        for i, host in enumerate(hosts):
             run("ip", "-n", host, "addr", "add", f"{self.address(i)}/24", "dev", CARD)
             run("ip", "-n", host, "link", "set", CARD, "up")
             run("ip", "-n", host, "link", "set", "lo", "up")
         self.set_rate(self.mbit)
+
+    @property
+    def _switched(self) -> bool:
+        return self.count != 2
 
     def set_rate(self, mbit: int) -> None:
         """Every cable now carries this much, in each direction."""
@@ -149,7 +176,8 @@ class Machines:
         limit = ("root", "tbf", "rate", f"{mbit}mbit", "burst", BURST, "latency", QUEUE)
         for i in range(self.count):
             run("tc", "-n", self.host(i), "qdisc", "replace", "dev", CARD, *limit)
-            run("tc", "-n", self.switch, "qdisc", "replace", "dev", f"port{i}", *limit)
+            if self._switched:
+                run("tc", "-n", self.switch, "qdisc", "replace", "dev", f"port{i}", *limit)
 
     def start(self, number: int, command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[str]:
         """A process on a host, spoken to through its standard input and output."""

@@ -80,7 +80,7 @@ def costs(place: Place, parameters: int, repeats: int) -> dict[str, Any]:
     x, y = torch.randn(parameters), torch.zeros(parameters)
     published = net.publish(x)
     meetings = net.gossip(published, SeededMatching("ring", 2, 0), 1.0)
-    bare = gloo(net.store, "bare", place.rank, 2, net.host, 120.0)
+    bare: Any = gloo(net.store, "bare", place.rank, 2, net.host, 120.0)
     small = torch.zeros(1)
     seen: dict[str, list[float]] = {"copy_s": [], "send_recv_s": [], "meet_s": [], "mean_s": []}
     met = 0

@@ -25,6 +25,7 @@ CASES = {"even": "", "slow": "1:2.0"}
 ENTRIES: dict[str, Entry] = {name: Entry(name) for name in ("ceiling", "ddp", "periodic")} | {
     name: Entry(name, "hierarchical(adpsgd)" if name == "hierarchical" else name) for name in STRATEGIES if name != "single"
 }
+ENTRIES["alone"] = Entry("alone", "single")
 ENTRIES["adpsgd_half"] = Entry("adpsgd_half", "adpsgd", (("gradients_per_meeting", 2.0),))
 
 

@@ -99,9 +99,7 @@ def best_of_rates(
     return best
 
 
-def train(
-    crew: Crew, entry: Entry, contest: Contest, rate: float, target: float, enough: float | None, say: Say
-) -> Outcome:
+def train(crew: Crew, entry: Entry, contest: Contest, rate: float, target: float, enough: float | None, say: Say) -> Outcome:
     """One run, and when it was at the target."""
     samples = contest.samples
     if enough is not None:

@@ -296,9 +296,11 @@ class Worker:
         with self.spent("update"), published.locked():
             _, version = published.count(writes=1)
             stale = version - 1 - self._read_version
-            if isinstance(d, Displacement):
+            if isinstance(d, Displacement) and self.flat.device.type == "cpu":
                 d.move(published.vector, self.flat.phi, stale == 0)
                 self._phi_version = version
+            elif isinstance(d, Displacement):  # GPU: untested here; w lives in host memory, phi is read anew
+                published.vector.add_(d.tensor().to(published.vector.device))
             else:
                 published.vector.add_(solid(d))
         self._applied(stale)

@@ -231,7 +231,7 @@ def still_water(case: Case, traits: Any, run: Runner, size: int, base: Path) -> 
     # averages that weigh by samples conserve the weighted mean: a machine of two counts twice
     weights = [r["weight"] if traits.weighs == "mean" else 1 for r in results]
     means = [np.average(x, axis=0, weights=weights) for x in (before, after)]
-    assert np.allclose(*means, atol=2e-6), "the mean has moved"
+    assert np.allclose(means[0], means[1], atol=2e-6), "the mean has moved"
     spread = [float(np.square(x - x.mean(0)).mean()) ** 0.5 for x in (before, after)]
     rounds = results[0]["rounds"]
     if rounds:

@@ -6,6 +6,7 @@ on the module's parameters, and the displacement is what it changed. The rate co
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -96,7 +97,7 @@ class Optimizer:
             if not self.torch.state.get(slot.parameter):
                 twin = torch.nn.Parameter(slot.parameter.detach().clone())
                 twin.grad = torch.zeros_like(twin)
-                made = type(self.torch)([{**group, "params": [twin]}], **self.torch.defaults)
+                made = same_kind(self.torch, group, twin)
                 made.step()
                 for key, value in made.state.get(twin, {}).items():
                     self.torch.state[slot.parameter][key] = value * 0 if key == "step" else value
@@ -177,14 +178,21 @@ class Optimizer:
         return min(1.0, self.clip / (norm + 1e-6))
 
 
+def same_kind(optimizer: torch.optim.Optimizer, group: dict, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings for another parameter."""
+    taken = inspect.signature(type(optimizer)).parameters  # `defaults` may hold more: AdamW's decoupled_weight_decay
+    defaults = {k: v for k, v in optimizer.defaults.items() if k in taken}
+    made: torch.optim.Optimizer = type(optimizer)([{**group, "params": [parameter]}], **defaults)
+    return made
+
+
 def check_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose state a checkpoint could not hold: it takes one step on a parameter of no account."""
     probe = torch.nn.Parameter(torch.ones(2, 2))
     probe.grad = torch.ones(2, 2)
     name = type(optimizer).__name__
     try:
-        settings = {k: v for k, v in optimizer.param_groups[0].items() if k in optimizer.defaults}
-        twin = type(optimizer)([{"params": [probe], **settings}], **optimizer.defaults)
+        twin = same_kind(optimizer, optimizer.param_groups[0], probe)
         twin.step()
         state = list(twin.state.get(probe, {}).items())
     except Exception as error:

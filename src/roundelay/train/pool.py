@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -116,6 +117,8 @@ def _member(pipe: Connection, rank: int, port: int, machine: str) -> None:
         finally:
             if place is not None:
                 place.close()
+            del job, args, place
+            gc.collect()  # learners are full of cycles, and a model is few objects but many bytes
 
 
 def run_threads(job: Job, *args: Any, size: int, machines: int = 0, timeout_s: float = 60.0) -> list[Any]:

@@ -1,0 +1,80 @@
+"""Promises of vectors behave like the vectors they promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from roundelay.core.lazy import Displacement, Gradient, solid
+
+A, B = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 4.0, -1.0])
+
+
+class Counted(Displacement):
+    """A displacement that counts how often it is worked out."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value, self.times = value, []
+
+    def work_out(self) -> Tensor:
+        self.times.append(1)
+        return self.value
+
+    def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
+        self.use_up()
+        w.add_(self.gain * self.value)
+
+
+def gradient(value: Tensor) -> Gradient:
+    return Gradient(lambda: value, samples=4, share=1.0)
+
+
+@pytest.mark.parametrize("lazy", [gradient, Counted])
+def test_arithmetic_is_that_of_the_tensor(lazy) -> None:
+    assert torch.equal(solid(-lazy(A)), -A)
+    assert torch.equal(lazy(A) + B, A + B)
+    assert torch.equal(B + lazy(A), B + A)
+    assert torch.equal(lazy(A) - B, A - B)
+    assert torch.equal(B - lazy(A), B - A)
+    assert torch.equal(solid(lazy(A) * 2), 2 * A)
+    assert torch.equal(solid(3.0 * lazy(A)), 3 * A)
+    assert torch.equal(lazy(A) * B, A * B)
+    assert torch.equal(solid(lazy(A) / 4), A / 4)
+    assert torch.equal(lazy(A) + lazy(B), A + B)
+    assert torch.equal(torch.linalg.vector_norm(lazy(A)), torch.linalg.vector_norm(A))
+    assert torch.equal(torch.add(B, lazy(A), alpha=2), B + 2 * A)
+
+
+def test_a_gradient_is_gathered_once() -> None:
+    calls = []
+    g = Gradient(lambda: calls.append(1) or A, samples=1, share=1.0)
+    assert g.tensor() is g.tensor()
+    assert len(calls) == 1
+
+
+@given(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=5))
+def test_factors_stay_a_promise_and_d_runs_once(factors: list[float]) -> None:
+    d = Counted(A)
+    scaled: Displacement = d
+    total = 1.0
+    for factor in factors:
+        scaled = factor * -scaled
+        total *= -factor
+    assert isinstance(scaled, Displacement)
+    assert not d.times
+    assert torch.allclose(scaled.tensor(), total * A)
+    assert torch.equal(d.tensor(), A)
+    assert len(d.times) == 1
+
+
+def test_a_displacement_that_went_into_w_cannot_be_used_again() -> None:
+    d = Counted(A)
+    w = torch.zeros(3)
+    (-d).move(w, w, True)
+    assert torch.equal(w, -A)
+    with pytest.raises(RuntimeError, match="used again"):
+        d.tensor()
