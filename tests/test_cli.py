@@ -229,7 +229,9 @@ def test_batches_by_machine_and_by_probe(jobs: Jobs) -> None:
     jobs.train("learners=2", "strategy=sync", f"batch={host}:6", run="by-host").end(90).expect(0)
     assert {len(b) for batches in jobs.batches().values() for b in batches} == {6}
     ended = (
-        jobs.train("learners=2", "strategy=adpsgd", "batch=auto", "progress=plain", "slow=1:4", run="auto").end(90).expect(0)
+        jobs.train("learners=2", "strategy=adpsgd", "batch=auto", "progress=plain", "slow=1:4", run="auto", pause_s=0.02)
+        .end(90)
+        .expect(0)
     )
     sizes = ended.err.partition("global batch ")[2].partition(",")[0]  # "128 (102+26)"
     total, first, second = (int(n) for n in sizes.replace("(", "").replace(")", "").replace("+", " ").split())

@@ -219,7 +219,7 @@ def build_task(resolved: Resolved) -> Any:
     search_beside(resolved)
     try:
         cls = getattr(importlib.import_module(module), attribute if colon else "Task")
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"task '{name}' cannot be loaded: {error}", where="task", do="give importable.module:Class") from error
     known = {f.name for f in fields(cls) if f.init} if hasattr(cls, "__dataclass_fields__") else None
     for key in options:

@@ -52,5 +52,6 @@ class Interrupted(RoundelayError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """A sentence that offers the known name nearest to a wrong one, or lists them all."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"choose one of: {', '.join(names)}"
+    lowered = {n.lower(): n for n in names}
+    close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
+    return f"did you mean '{lowered[close[0]]}'?" if close else f"choose one of: {', '.join(names)}"

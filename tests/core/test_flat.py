@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +17,7 @@ widths = st.lists(st.integers(1, 5), min_size=2, max_size=5)
 
 
 def net(widths: list[int]) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
 
 
 @given(widths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import Counter
@@ -197,7 +198,7 @@ def covered(found: Sequence[Span]) -> set[int]:
 def test_merged_covers_the_same_places_in_order_without_touching(found: list[Span]) -> None:
     out = merged(found)
     assert covered(out) == covered(found)
-    assert all(a[1] < b[0] for a, b in zip(out, out[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(out))
     assert json.loads(json.dumps(out)) == [list(s) for s in out]
 
 

@@ -120,9 +120,7 @@ def test_sgd_is_torch_sgd(options: dict[str, Any], nesterov: bool, second_lr: fl
 
 @settings(max_examples=20)
 @given(sgd_settings, st.booleans(), st.sampled_from([0.0, 0.05]))
-def test_a_fused_step_has_the_bits_of_the_displacement_worked_out(
-    options: dict[str, Any], nesterov: bool, clip: float
-) -> None:
+def test_a_fused_step_has_the_bits_of_the_displacement_worked_out(options: dict[str, Any], nesterov: bool, clip: float) -> None:
     options["nesterov"] = nesterov and options["momentum"] > 0
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

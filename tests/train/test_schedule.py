@@ -41,17 +41,13 @@ def test_ibm_divides_by_the_square_root_of_two_per_epoch() -> None:
 
 def test_cosine_goes_from_one_to_zero() -> None:
     made = schedule("cosine", S, 8 * S, 0.0, 10.0)
-    assert [made(k * S) for k in (0, 2, 4, 6, 8)] == pytest.approx(
-        [1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0]
-    )
+    assert [made(k * S) for k in (0, 2, 4, 6, 8)] == pytest.approx([1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0])
     warm = schedule("cosine", S, 8 * S, 2.0, 10.0)
     assert warm(2 * S) == pytest.approx(1.0)
     assert warm(5 * S) == pytest.approx(0.5)
 
 
-@given(
-    st.sampled_from(sorted(SHAPES)), st.integers(1, 500), st.floats(0.01, 30), st.floats(0, 10), st.floats(0, 20), st.data()
-)
+@given(st.sampled_from(sorted(SHAPES)), st.integers(1, 500), st.floats(0.01, 30), st.floats(0, 10), st.floats(0, 20), st.data())
 def test_a_factor_is_never_negative_nor_above_one(
     kind: str, samples: int, epochs: float, warmup: float, anneal: float, data: st.DataObject
 ) -> None:

@@ -64,7 +64,14 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    names = ("learners", 9), ("seconds", 9), ("samples/s", 11), ("held-out loss", 15), ("accuracy", 10), ("samples by learner", 22)
+    names = (
+        ("learners", 9),
+        ("seconds", 9),
+        ("samples/s", 11),
+        ("held-out loss", 15),
+        ("accuracy", 10),
+        ("samples by learner", 22),
+    )
     lines = [f"{'strategy':<14}" + "".join(f"{name:>{width}}" for name, width in names)]
     for r in rows:
         shares = " + ".join(f"{n:,}" for n in r["samples_by_learner"])

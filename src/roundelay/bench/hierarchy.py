@@ -27,7 +27,7 @@ MACHINES = {"2x2": (2, 2), "3x2": (2, 2, 2), "2+1": (2, 1)}
 STEPS = 96
 """The budget, in steps of everybody."""
 BATCH = 8
-RATES = (0.3, 0.6, 1.2)
+RATES = (0.8, 1.6, 2.4)
 ENTRIES = (Entry("hierarchical", "hierarchical(adpsgd)"), Entry("flat", "adpsgd", (("topology", "ring"),)))
 
 

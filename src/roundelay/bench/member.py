@@ -7,6 +7,7 @@ Pictures lie in memory that all members see, whatever their network is like, so 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -243,6 +244,7 @@ def main() -> None:
             answer: dict[str, Any] = {"result": getattr(member, job.pop("job"))(**job)}
         except BaseException:
             answer = {"error": traceback.format_exc()}
+        gc.collect()  # models of the last job
         print(json.dumps(answer), file=answers, flush=True)
 
 

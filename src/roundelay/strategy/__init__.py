@@ -60,7 +60,7 @@ def find(name: str) -> type[Any]:
     module, _, attribute = name.partition(":")
     try:
         found: type[Any] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
             f"strategy '{name}' cannot be loaded: {error}", where="strategy", do="give importable.module:Class"
         ) from error

@@ -11,9 +11,10 @@
 Default eta = 1 - 1/L, so that zeta / (1 - eta) = L makes up for the division by L in the average. Local momentum is reset
 at each block: what it remembers points away from a model that is no longer there.
 
-Use it in place of kstep with many learners. Set K so that the run has some hundreds of blocks or more, since the filter
-remembers 1 / (1 - eta) = L of them: K = 8 to 64 in long runs, 2 in one of 500 steps. The local rate may stay that of one
-learner. Turn K or eta down when the loss oscillates from block to block. Weaknesses: as kstep with stragglers; with large eta
+Use it in place of kstep with many learners. Set K: the filter lengthens every step L-fold, resetting the local momentum mu
+shortens it; with mu = 0.9 they cancel at about K L = 16, and then the rate means what it means elsewhere. Larger K needs a
+smaller rate, and a run of many hundred blocks, since the filter remembers 1 / (1 - eta) = L of them. Turn K or eta down when
+the loss oscillates from block to block. Weaknesses: as kstep with stragglers; with large eta
 the model runs on for 1 / (1 - eta) blocks after the gradient has turned.
 """
 

@@ -79,6 +79,7 @@ def _watch(children: Sequence[subprocess.Popen[Any]], roll: Roll, run: Path | No
     codes: dict[int, int] = {}
     deadline: float | None = None
     cause: int | None = None
+    stopped: set[int] = set()
     while len(codes) < len(children):
         for rank, child in enumerate(children):
             if rank in codes or child.poll() is None:
@@ -92,14 +93,15 @@ def _watch(children: Sequence[subprocess.Popen[Any]], roll: Roll, run: Path | No
                 roll.report(rank, f"ended with exit code {code}")
             _show_log(run, rank, code)
             killed = code < 0
-            if not (killed and survives_death):
+            # 4: one that cannot go on without the dead, such as another member of its machine; the rest can
+            if not (survives_death and (killed or code == 4)):
                 if cause is None or cause == 4:
                     cause = 4 if killed else code
                 deadline = deadline or time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
-            for rank in range(len(children)):
-                if rank not in codes:
-                    print(f"roundelay: rank {rank} did not leave by itself and is stopped", file=sys.stderr)
+            for rank in sorted(set(range(len(children))) - set(codes) - stopped):
+                print(f"roundelay: rank {rank} did not leave by itself and is stopped", file=sys.stderr)
+                stopped.add(rank)
             _signal_all(children, signal.SIGKILL)
         time.sleep(0.02)
     if cause is None and all(code != 0 for code in codes.values()):

@@ -350,7 +350,8 @@ class Run:
     def _greet(self, batches: list[int], first: int, total: int) -> None:
         parameters = self.learner.flat.phi.numel()
         self.say(
-            f"{self.options.strategy}: {self.place.size} learners on {len(set(self.place.machines))} machine(s), "
+            f"{self.options.strategy}: {self.place.size} learner{'s' * (self.place.size > 1)} "
+            f"on {len(set(self.place.machines))} machine{'s' * (len(set(self.place.machines)) > 1)}, "
             f"global batch {sum(batches)} ({'+'.join(map(str, batches))}), rate {self.plan.lr:g} for that batch, "
             f"{parameters:,} parameters, samples {first} to {total}"
         )

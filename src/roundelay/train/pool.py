@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from roundelay.errors import PeerLost
+from roundelay.errors import PeerLost, RoundelayError
 from roundelay.train.place import Place, alone, open_place
 from roundelay.wire.inproc import Threads
 from roundelay.wire.store import JobStore, join, serve
@@ -126,6 +126,7 @@ def run_threads(job: Job, *args: Any, size: int, machines: int = 0, timeout_s: f
     threads = Threads(size, timeout_s=timeout_s)
     results: list[Any] = [None] * size
     problems: list[str] = []
+    mistakes: list[RoundelayError] = []
 
     def learner(rank: int) -> None:
         try:
@@ -136,6 +137,8 @@ def run_threads(job: Job, *args: Any, size: int, machines: int = 0, timeout_s: f
                 place.close()
         except BaseException as error:
             problems.append(f"rank {rank}: {traceback.format_exc()}")
+            if isinstance(error, RoundelayError) and not isinstance(error, PeerLost):
+                mistakes.append(error)
             threads.fail(rank, str(error))
 
     running = [threading.Thread(target=learner, args=(rank,), daemon=True) for rank in range(size)]
@@ -146,6 +149,8 @@ def run_threads(job: Job, *args: Any, size: int, machines: int = 0, timeout_s: f
         thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in running) and not problems:
         problems.append(f"not over in {timeout_s:.0f} s")
+    if mistakes:
+        raise mistakes[0]  # the cause, in its own words; the others' losses are its echo
     if problems:
         raise PeerLost(f"a job failed: {problems[0]}", where="wire inproc")
     return results

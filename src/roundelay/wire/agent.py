@@ -91,7 +91,7 @@ class Agent:
         return self._thread.is_alive()
 
     def invite(self, peer: int, sock: socket.socket) -> None:
-        """Hands over a connection to a partner on another machine."""
+        """Hands over a connection to a partner on another machine (negative: to somebody who calls for one-sided verbs)."""
         self._invited.append((peer, sock))
         self.board.wake(self.rank)
 
@@ -111,8 +111,11 @@ class Agent:
     def _adopt(self, peer: int, sock: socket.socket) -> None:
         assert self._sender is not None
         link = Link(sock, self._sender)
-        link.peer = peer
-        self._links[peer] = link
+        if peer >= 0:
+            link.peer = peer
+            self._links[peer] = link
+        else:
+            self._callers.append(link)
         self._selector.register(link, selectors.EVENT_READ, link)
 
     def gossip(self, matching: Matching, gradients_per_meeting: float) -> None:
@@ -153,6 +156,8 @@ class Agent:
         self.board.wake(self.rank)
         if self._thread.is_alive():
             self._thread.join(10.0)
+        while self._invited:
+            self._invited.popleft()[1].close()
         for link in [*self._links.values(), *self._callers]:
             link.close()
         if self._sender is not None:
@@ -218,18 +223,16 @@ class Agent:
             sock, _ = self._listener.accept()
         except OSError:
             return
+        # in a thread of its own: somebody who connects and says nothing must not keep this agent from its meetings
+        threading.Thread(target=self._admit, args=(sock,), name=f"door-{self.rank}", daemon=True).start()
+
+    def _admit(self, sock: socket.socket) -> None:
         try:
-            rank = admit(sock, self._token)
+            self.invite(admit(sock, self._token), sock)
         except LinkClosed:
             sock.close()
-            return
-        if rank >= 0:
-            self._adopt(rank, sock)
-        else:
-            assert self._sender is not None
-            caller = Link(sock, self._sender)
-            self._callers.append(caller)
-            self._selector.register(caller, selectors.EVENT_READ, caller)
+        if self._quit:
+            sock.close()
 
     def _traffic(self, link: Link) -> None:
         try:

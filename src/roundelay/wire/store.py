@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 from roundelay.errors import PeerLost, UsageError
 
@@ -46,22 +48,39 @@ class JobStore:
         self.tcp, self.prefix = tcp, prefix
 
     def set(self, key: str, value: str) -> None:
-        self.tcp.set(self.prefix + key, value)
+        with answered():
+            self.tcp.set(self.prefix + key, value)
 
     def get(self, key: str) -> str | None:
         key = self.prefix + key
-        return self.tcp.get(key).decode() if self.tcp.check([key]) else None
+        with answered():
+            return self.tcp.get(key).decode() if self.tcp.check([key]) else None
 
     def add(self, key: str, amount: int) -> int:
-        return self.tcp.add(self.prefix + key, amount)
+        with answered():
+            return self.tcp.add(self.prefix + key, amount)
 
     def claim(self, key: str, value: str) -> str:
-        # compare_set with an empty expectation sets a missing key and returns what stands
-        return self.tcp.compare_set(self.prefix + key, "", value).decode()
+        with answered():
+            # compare_set with an empty expectation sets a missing key and returns what stands
+            return self.tcp.compare_set(self.prefix + key, "", value).decode()
 
     def under(self, prefix: str) -> JobStore:
         """The same store, seen through a prefix: one job of several on one server."""
         return JobStore(self.tcp, self.prefix + prefix)
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """A store that no longer answers means that the process that served it is gone, and the job with it."""
+    try:
+        yield
+    except DistError as error:
+        raise PeerLost(
+            "the job's store no longer answers",
+            where=str(error).splitlines()[0],
+            do="the process that started the job has ended; start again with resume=auto",
+        ) from error
 
 
 def serve(host: str, port: int = 0) -> TCPStore:
