@@ -115,7 +115,8 @@ def run_train(args: argparse.Namespace) -> int:
         _write_config(run, resolved)
         return _run_threads(task, resolved, run, args.json)
     _write_config(run, resolved)
-    command = [sys.executable, "-m", "roundelay", "train", args.file, *args.overrides, f"run={json.dumps(str(run), ensure_ascii=False)}"]
+    here = f"run={json.dumps(str(run), ensure_ascii=False)}"
+    command = [sys.executable, "-m", "roundelay", "train", args.file, *args.overrides, here]
     if args.json:
         command.append("--json")
     return start_learners(

@@ -142,7 +142,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| contestant | learners | held-out loss (range over seeds) | best rate | ÷ single |", "|---|---|---|---|---|"]
     for r in rows:
         low, high = r["range"]
-        lines.append(
-            f"| {r['contestant']} | {r['learners']} | {r['loss']:.4f} ({low:.4f}-{high:.4f}) | {r['rate']:g} | {r['ratio']:.3f} |"
-        )
+        loss = f"{r['loss']:.4f} ({low:.4f}-{high:.4f})"
+        lines.append(f"| {r['contestant']} | {r['learners']} | {loss} | {r['rate']:g} | {r['ratio']:.3f} |")
     return "\n".join(lines)
