@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,8 +98,8 @@ def test_a_turn_can_be_stopped_after_any_round_and_resumed_by_other_learners(dea
 # ----------------------------------------------------------------------------------------------------------- race
 
 
-def racers(deal: Deal, store: LocalStore, holes: Sequence[Span] = (), stays: bool = True) -> list[Race]:
-    return [Race(deal.dealt(rank), store, holes, stays) for rank in range(len(deal.batches))]
+def racers(deal: Deal, store: LocalStore, holes: Sequence[Span] = (), **options: Any) -> list[Race]:
+    return [Race(deal.dealt(rank), store, holes, **options) for rank in range(len(deal.batches))]
 
 
 def in_threads(races: list[Race], begun: Iterator[Claim] | None = None) -> list[list[Claim]]:
@@ -147,16 +148,15 @@ def test_holes_of_an_earlier_run_are_dealt_too(deal: Deal, data: st.DataObject) 
 def test_leases_of_the_dead_come_back(deal: Deal, data: st.DataObject) -> None:
     deal = Deal(deal.samples, deal.total, [*deal.batches, 2], [[r] for r in range(len(deal.batches) + 1)], deal.first)
     dead = data.draw(st.integers(0, len(deal.batches) - 1))
-    races = racers(deal, LocalStore())
+    buried: list[int] = []
+    races = racers(deal, LocalStore(), lost=lambda: buried)
     claimed = take(iter(races[dead]), data.draw(st.integers(0, 4)), deal)
     completed = claimed[: data.draw(st.integers(0, len(claimed)))]
     for claim in completed:
         races[dead].complete(claim.span)
     races[dead]._note_lease()  # what a learner does when it claims its next
-    living = [race for rank, race in enumerate(races) if rank != dead]
-    for race in living:
-        race.bury([dead])
-    found = in_threads(living)
+    buried.append(dead)
+    found = in_threads([race for rank, race in enumerate(races) if rank != dead])
     everything = places(deal, completed) + [p for claims in found for p in places(deal, claims)]
     assert sorted(everything) == list(range(deal.first, deal.total))
 

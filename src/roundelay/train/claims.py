@@ -10,8 +10,9 @@ both can start anywhere, so a resumed run goes on where the checkpoint stood, wi
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from roundelay.core.net import Store
@@ -87,12 +88,20 @@ class Turn:
 class Race:
     """Batches claimed from a counter. In a hierarchy the machine's first rank claims for all its members."""
 
-    def __init__(self, dealt: Dealt, store: Store, holes: Sequence[Span] = (), stays: bool = True) -> None:
-        self.dealt, self.store, self.stays = dealt, store, stays
+    def __init__(
+        self,
+        dealt: Dealt,
+        store: Store,
+        holes: Sequence[Span] = (),
+        stays: bool = True,
+        lost: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
+        """`stays`: a learner without work waits for what the dead may leave; `lost`: who is dead by now."""
+        self.dealt, self.store, self.stays, self._lost = dealt, store, stays, lost
+        self._changing = threading.Lock()  # claimed in the feed's thread, completed in the learner's
         self.leader = dealt.machine[0]
         self._leased: list[Span] = []
         self._rest: list[Span] = []
-        self._returned: set[int] = set()
         self.dead: set[int] = set()
         if dealt.rank == 0:
             store.add("claimed", dealt.first)
@@ -104,9 +113,9 @@ class Race:
         number = self.store.add("returned", 1)
         self.store.set(f"returned/{number}", json.dumps(span))
 
-    def bury(self, dead: Sequence[int]) -> None:
+    def _bury(self) -> None:
         """Leases of the dead go back; exactly one of the living sees to it."""
-        for rank in set(dead) - self.dead:
+        for rank in set(self._lost()) - self.dead:
             self.dead.add(rank)
             if self.store.add(f"lease-taken-back/{rank}", 1) == 1:
                 for span in json.loads(self.store.get(f"lease/{rank}") or "[]"):
@@ -114,7 +123,8 @@ class Race:
 
     def complete(self, span: Span) -> None:
         """This work is in w."""
-        self._leased = [s for s in self._leased if s != span]
+        with self._changing:
+            self._leased = [s for s in self._leased if s != span]
 
     def stop(self) -> None:
         """Nothing beyond what has been claimed by now is dealt any more."""
@@ -175,6 +185,7 @@ class Race:
         number = 0
         idle = False
         while True:
+            self._bury()
             span = self._next_span(size)
             if span is None and not self.stays:
                 break  # nobody's death is survived, and others may be waiting at a rendezvous
@@ -191,7 +202,8 @@ class Race:
             if idle:
                 self.store.set(f"idle/{self.dealt.rank}", "0")
                 idle = False
-            self._leased.append(span)
+            with self._changing:
+                self._leased.append(span)
             self._note_lease()
             if len(self.dealt.machine) > 1:
                 number += 1
@@ -202,7 +214,9 @@ class Race:
 
     def _note_lease(self) -> None:
         # A learner that dies between the counter and this line takes its places with it; the window is one message long.
-        self.store.set(f"lease/{self.dealt.rank}", json.dumps(self._leased))
+        with self._changing:
+            note = json.dumps(self._leased + self._rest)
+        self.store.set(f"lease/{self.dealt.rank}", note)
 
     def _everybody_idle(self) -> bool:
         leaders = [r for r in self.dealt.leaders if r not in self.dead]

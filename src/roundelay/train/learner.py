@@ -228,13 +228,9 @@ class Learner:
         dealt = Dealt(samples, total, batches, self.place.rank, self.machine, self.leaders, first)
         self.position = first
         race = self.strategy.traits.claims == "race"
-        self.claims = Race(dealt, self.job.store, holes, self.strategy.traits.survives_death) if race else Turn(dealt)
+        survives = self.strategy.traits.survives_death
+        self.claims = Race(dealt, self.job.store, holes, survives, lambda: list(self.watchdog.dead)) if race else Turn(dealt)
         return self.claims
-
-    def bury(self) -> None:
-        """Work of the dead goes back to the living."""
-        if isinstance(self.claims, Race):
-            self.claims.bury(list(self.watchdog.dead))
 
     # -- for people with a loop of their own -----------------------------------------------------------------------
 
@@ -251,7 +247,6 @@ class Learner:
         claims = self.deal(samples, round(samples * epochs), [batch] * self.place.size)
         orders: dict[int, Any] = {}
         for claim in claims:
-            self.bury()
             if claim.epoch not in orders:
                 orders = {claim.epoch: epoch_order(self.options.seed, claim.epoch, samples)}
             self._claim = claim

@@ -211,7 +211,6 @@ class Run:
         lead = int(getattr(innermost(learner.strategy), "K", 1))
         reached = claims.dealt.first
         for number, claim in enumerate(claims):
-            learner.bury()
             if self._asked_to_stop.is_set():
                 if isinstance(claims, Race):
                     claims.stop()
