@@ -34,8 +34,8 @@ class Deal:
 
 @st.composite
 def deals(draw: st.DrawFn) -> Deal:
-    samples = draw(st.integers(1, 40))
-    batches = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+    samples = draw(st.integers(1, 12))
+    batches = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
     epochs = draw(st.integers(1, 3))
     total = draw(st.integers(1, samples * epochs))
     cuts = draw(st.sets(st.integers(1, max(1, len(batches) - 1))))

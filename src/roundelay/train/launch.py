@@ -58,7 +58,7 @@ def _start(command: Sequence[str], rank: int, size: int, host: str, port: int, r
     log: Any = None
     if rank > 0 and run is not None:
         (run / "log").mkdir(parents=True, exist_ok=True)
-        log = open(run / "log" / f"rank-{rank:03d}.out", "w")  # noqa: SIM115 - the child keeps it
+        log = open(_log(run, rank), "w")  # noqa: SIM115 - the child keeps it
     try:
         return subprocess.Popen(
             command, env=child_environment(rank, size, host, port), stdout=log, stderr=log, start_new_session=True
@@ -89,7 +89,7 @@ def _watch(children: Sequence[subprocess.Popen[Any]], roll: Roll, run: Path | No
                 continue
             if code < 0:
                 roll.report(rank, f"killed by signal {signal.Signals(-code).name}")
-            elif code not in (4, 130):
+            elif code != 130 and (survives_death or code != 4):
                 roll.report(rank, f"ended with exit code {code}")
             _show_log(run, rank, code)
             killed = code < 0
@@ -106,14 +106,28 @@ def _watch(children: Sequence[subprocess.Popen[Any]], roll: Roll, run: Path | No
         time.sleep(0.02)
     if cause is None and all(code != 0 for code in codes.values()):
         return 4
+    if codes[0] != 0 and not cause and run is not None:
+        _relay_result(run, min(rank for rank, code in codes.items() if code == 0))
     return cause or 0
+
+
+def _relay_result(run: Path, rank: int) -> None:
+    """Rank 0, which speaks to the person, is lost: the run's figures stand at the end of another one's file."""
+    lines = _log(run, rank).read_text(errors="replace").splitlines()
+    if lines:
+        print(lines[-1], flush=True)
+
+
+def _log(run: Path, rank: int) -> Path:
+    return run / "log" / f"rank-{rank:03d}.out"
 
 
 def _show_log(run: Path | None, rank: int, code: int) -> None:
     """The last words of a rank whose output went to a file."""
     if rank == 0 or run is None:
+        print(f"roundelay: rank {rank} ended with {code}", file=sys.stderr)
         return
-    path = run / "log" / f"rank-{rank:03d}.out"
+    path = _log(run, rank)
     lines = path.read_text(errors="replace").strip().splitlines()[-8:] if path.exists() else []
     print(f"roundelay: rank {rank} ended with {code}; its last lines ({path}):", file=sys.stderr)
     for line in lines or ["(nothing)"]:
