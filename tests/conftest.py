@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import Jobs
+from crew import Crew
 from hypothesis import HealthCheck, settings
 
 from roundelay.core import kernels
@@ -23,6 +24,14 @@ def _compiled() -> None:
     """Compiles (or loads) the kernels once, here, so that processes started later find them ready."""
     kernels.warm(torch.float32)
     kernels.warm(torch.float64)
+
+
+@pytest.fixture(scope="session")
+def crew() -> Iterator[Crew]:
+    """Processes that outlive a test: starting one takes seconds, and most tests need a tenth of one."""
+    made = Crew()
+    yield made
+    made.stop()
 
 
 @pytest.fixture

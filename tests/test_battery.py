@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from crew import Crew
 
 from roundelay.errors import PeerLost
 from roundelay.strategy import STRATEGIES, build
 from roundelay.topology import TOPOLOGIES
 from roundelay.train.battery import LAWS, Case, check_strategy, in_threads, still_water
-from roundelay.train.place import Place
-from roundelay.train.pool import Pool
 
 FORMS: dict[str, dict[str, Any]] = {
     **{name: {} for name in STRATEGIES},
@@ -27,49 +25,6 @@ FORMS: dict[str, dict[str, Any]] = {
 """Every strategy as it comes, and settings that make another algorithm of it."""
 SHORT_SIZES = (2, 3)
 """For settings that differ in arithmetic and not in how they use the wire."""
-MACHINES = ["a", "a", "b", "b"]
-"""Two machines of two learners: shared memory inside, connections between."""
-
-
-class LastingPool:
-    """A pool that is made anew after a failure, so that one broken test does not break the next."""
-
-    def __init__(self, wire: str, machines: list[str] | None = None) -> None:
-        self.wire, self.machines = wire, machines
-        self._pool: Pool | None = None
-
-    def run(self, job: Any, *args: Any, size: int, machines: int = 0) -> list[Any]:
-        if self._pool is None:
-            self._pool = Pool(4, self.wire, self.machines).__enter__()
-            self._pool.run(wake_up, timeout_s=240.0)  # imports and compiled kernels, however loaded the machine is
-        try:
-            return self._pool.run(job, *args, size=size, machines=machines)
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool = None
-
-
-def wake_up(place: Place) -> int:
-    """Everything a process pays for once."""
-    import torch
-
-    from roundelay.core import kernels
-
-    kernels.warm(torch.float32)
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    return place.rank
-
-
-@pytest.fixture(scope="module", params=["shm", "torchdist", "auto"])
-def pool(request: pytest.FixtureRequest) -> Iterator[LastingPool]:
-    made = LastingPool(request.param, MACHINES if request.param == "auto" else None)
-    yield made
-    made.stop()
 
 
 def promised(form: str, sizes: tuple[int, ...]) -> set[str]:
@@ -101,28 +56,33 @@ def test_laws_in_threads(form: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("form", FORMS)
-def test_laws_between_processes(form: str, pool: LastingPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", ["shm", "torchdist"])
+def test_laws_between_processes(form: str, wire: str, crew: Crew, tmp_path: Path) -> None:
     as_it_comes = form in STRATEGIES
-    if pool.wire == "auto":
-        sizes: tuple[int, ...] = (3, 4)  # the first two learners share a machine: that is shm
-        if form == "single":
-            pytest.skip("one learner has no wire")
-    else:
-        sizes = (1, 2, 3, 4) if as_it_comes else SHORT_SIZES
-    if not as_it_comes and pool.wire != "shm" and not form.startswith("hierarchical"):
+    if not as_it_comes and wire != "shm" and not form.startswith("hierarchical"):
         pytest.skip("uses the wire as its plain form does")
-    checked = check_strategy(form.split()[0], pool.run, sizes, tmp_path, **FORMS[form])
+    sizes = (1, 2, 3, 4) if as_it_comes else SHORT_SIZES
+    checked = check_strategy(form.split()[0], crew.on(wire), sizes, tmp_path, **FORMS[form])
     assert set(checked) == promised(form, sizes)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("form", [name for name in STRATEGIES if name != "single"] + ["hierarchical(kstep)"])
+def test_laws_between_machines(form: str, crew: Crew, tmp_path: Path) -> None:
+    sizes = (3, 4)  # with two learners each machine would have one, which is what torchdist does
+    assert set(check_strategy(form, crew.on("auto"), sizes, tmp_path)) == promised(form, sizes)
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_gossip_gives_what_the_matrices_of_its_topology_give(topology: str, pool: LastingPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", ["inproc", "shm", "torchdist", "auto"])
+def test_gossip_gives_what_the_matrices_of_its_topology_give(topology: str, wire: str, crew: Crew, tmp_path: Path) -> None:
     traits = build("adpsgd").traits
     for size in (2, 3, 4):
-        for run in (in_threads, pool.run):
-            assert still_water(Case("adpsgd", topology=topology, seed=5), traits, run, size, tmp_path)
+        assert still_water(Case("adpsgd", topology=topology, seed=5), traits, crew.on(wire), size, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ out of the tree

@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
+from crew import Crew
 from laws import batch_norm, gradient_in_buckets, stuck_neighbour, updates_during_meetings
 
 from roundelay.train.battery import in_threads
-from roundelay.train.pool import Pool
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[str, Any]]:
-    """Runs jobs in threads, in shared memory, and over connections."""
-    with Pool(3, "shm") as shm:
-        shm.run(started, timeout_s=240.0)
-        yield {"inproc": in_threads, "shm": shm.run, "torchdist": _over_connections(shm)}
-
-
-def started(place: Any) -> int:
-    return place.rank
-
-
-def _over_connections(pool: Pool) -> Any:
-    """The same processes, each taken for a machine of its own."""
-
-    def run(job: Any, *args: Any, size: int) -> list[Any]:
-        wire, pool.wire = pool.wire, "torchdist"
-        try:
-            return pool.run(job, *args, size=size)
-        finally:
-            pool.wire = wire
-
-    return run
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("wire", ["inproc", "shm", "torchdist"])
-def test_no_update_is_lost_or_halved_by_a_meeting(wire: str, size: int, pools: dict[str, Any]) -> None:
-    results = pools[wire](updates_during_meetings, 40, size=size)
+def test_no_update_is_lost_or_halved_by_a_meeting(wire: str, size: int, crew: Crew) -> None:
+    results = crew.on(wire)(updates_during_meetings, 40, size=size)
     put_in = sum(r["start"] + r["moved"] for r in results)
     assert np.allclose(sum(r["end"] for r in results), put_in, atol=2e-4)
     assert all(r["met"] > 0 for r in results)
@@ -53,8 +25,8 @@ def test_no_update_is_lost_or_halved_by_a_meeting(wire: str, size: int, pools: d
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("wire", ["inproc", "shm", "torchdist"])
-def test_a_gradient_never_waits_for_a_slow_neighbour(wire: str, pools: dict[str, Any]) -> None:
-    results = pools[wire](stuck_neighbour, 12, size=2)
+def test_a_gradient_never_waits_for_a_slow_neighbour(wire: str, crew: Crew) -> None:
+    results = crew.on(wire)(stuck_neighbour, 12, size=2)
     assert [r["steps"] for r in results] == [1, 12]
     # The agent of the learner that is stuck keeps the pace: its partner has met it all the while.
     assert results[1]["met"] >= 11
@@ -66,9 +38,9 @@ def test_a_gradient_never_waits_for_a_slow_neighbour(wire: str, pools: dict[str,
 @pytest.mark.parametrize("samples", [[4, 4, 4], [5, 1, 3], [2, 0, 6]])
 @pytest.mark.parametrize("wire", ["inproc", "torchdist"])
 def test_gradients_in_buckets_are_the_mean_of_the_gradients(
-    wire: str, samples: list[int], bucket_bytes: int, pools: dict[str, Any]
+    wire: str, samples: list[int], bucket_bytes: int, crew: Crew
 ) -> None:
-    results = pools[wire](gradient_in_buckets, bucket_bytes, samples, size=3)
+    results = crew.on(wire)(gradient_in_buckets, bucket_bytes, samples, size=3)
     expected = sum(n * r["own"].astype(np.float64) for n, r in zip(samples, results, strict=True)) / sum(samples)
     for result in results:
         for mean in result["means"]:

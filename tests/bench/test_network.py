@@ -133,7 +133,8 @@ def _ended(pid: int) -> bool:
 @needs_tools
 @pytest.mark.dist
 @pytest.mark.timeout(120)
-def test_ddp_and_gossip_between_two_machines() -> None:
+def test_ddp_and_gossip_between_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(network.LINKS, "200mbit", 10)  # slow enough for this small model to be photographed often
     contest = Contest(batch=8, samples=768, rates=(0.6, 1e9))  # the second rate is nonsense, and must lose
     entries = [network.ENTRIES[name] for name in ("ddp", "adpsgd")]
     found = network.compare(entries, ["200mbit"], contest, FRAMES, quick=True)

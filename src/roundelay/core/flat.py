@@ -53,6 +53,7 @@ class Flat:
             start = stop
         # Batch-norm statistics and the like: never gossiped, averaged when the model is judged or saved.
         self.buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point()]
+        self.counters = [(name, b) for name, b in module.named_buffers() if not b.is_floating_point()]
         for layer in module.modules():
             if isinstance(layer, nn.RNNBase) and self.device.type == "cuda":
                 layer.flatten_parameters()  # GPU: untested here; cuDNN wants its weights packed, then re-tied below

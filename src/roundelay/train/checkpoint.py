@@ -175,6 +175,7 @@ def write_shard(folder: Path, learner: Learner) -> None:
     """One learner's weights, optimizer, strategy, random state and data position."""
     worker = learner.worker
     tensors: dict[str, Tensor] = {"random": torch.get_rng_state(), "buffers": learner.flat.buffer_vector()}
+    tensors |= {f"buffer/{name}": b for name, b in learner.flat.counters}
     notes: dict[str, Any] = {"k": worker.k, "steps": learner.steps, "samples_since_mean": worker.samples_since_mean}
     notes["completed"] = merged(learner.completed)
     if worker.leads:
@@ -206,6 +207,9 @@ def read_shard(folder: Path, rank: int, learner: Learner, exactly: bool) -> dict
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     if tensors["buffers"].numel():
         learner.flat.load_buffers(tensors["buffers"])
+    with torch.no_grad():
+        for name, b in learner.flat.counters:
+            b.copy_(tensors[f"buffer/{name}"])
     if exactly:
         torch.set_rng_state(tensors["random"])
         worker.k, worker.samples_since_mean, learner.steps = notes["k"], notes["samples_since_mean"], notes["steps"]
@@ -265,6 +269,12 @@ def verify(path: Path) -> dict[str, Any]:
     again = "choose another checkpoint, or resume=auto, which takes the newest whole one"
     try:
         meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
+        if meta["format"] != FORMAT:
+            raise DataError(
+                f"the checkpoint has format {meta['format']}, this version reads {FORMAT}",
+                where=str(path),
+                do="resume with the version of roundelay that wrote it, or choose another checkpoint",
+            )
         for name, said in meta["files"].items():
             file = path / name
             if not file.is_file():

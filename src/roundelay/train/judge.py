@@ -83,13 +83,14 @@ class Judge:
         if learner.place.size == 1 or not learner.worker.leads:
             return None
         batch = self.task.batch(0, 0, min(self.task.samples, 32))
-        buffers = learner.flat.buffer_vector()
+        buffers = [(b, b.detach().clone()) for b in learner.module.buffers()]
         try:
             at_mean = self._gradient(mean, batch)
             at_mine = self._gradient(learner.worker.w.clone(), batch)
         finally:
             learner.flat.clear_gradients()
-            learner.flat.load_buffers(buffers)  # batch norm has counted along
+            for buffer, before in buffers:  # batch norm has counted along
+                buffer.copy_(before)
         return float(at_mine @ at_mean) / max(float(at_mean @ at_mean), 1e-30)
 
     def _gradient(self, vector: Tensor, batch: Any) -> Tensor:

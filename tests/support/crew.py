@@ -1,0 +1,54 @@
+"""Four processes that serve every test which needs processes and no command line, on every wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from roundelay.core import kernels
+from roundelay.train.place import Place
+from roundelay.train.pool import Pool, run_threads
+
+SIZE = 4
+PATIENCE_S = 60.0
+
+
+class Crew:
+    """A pool that is made anew after a failure, so that one broken test does not break the next."""
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+
+    def on(self, wire: str) -> Any:
+        """A runner on this wire. On `auto` the crew pretends to be two machines: shared memory inside, connections between."""
+        if wire == "inproc":
+            return run_threads
+
+        def run(job: Any, *args: Any, size: int, machines: int = 0) -> list[Any]:
+            return self._run(wire, job, args, size, machines or (2 if wire == "auto" else 0))
+
+        return run
+
+    def _run(self, wire: str, job: Any, args: tuple[Any, ...], size: int, machines: int) -> list[Any]:
+        if self._pool is None:
+            self._pool = Pool(SIZE).__enter__()
+            self._pool.run(wake_up, timeout_s=4 * PATIENCE_S)  # imports take as long as they take
+        self._pool.wire = wire
+        try:
+            return self._pool.run(job, *args, size=size, machines=machines, timeout_s=PATIENCE_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool = None
+
+
+def wake_up(place: Place) -> int:
+    """Everything a process pays for once."""
+    kernels.warm(torch.float32)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    return place.rank
