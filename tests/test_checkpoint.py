@@ -51,7 +51,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(settings: list[str], number
 
 @pytest.mark.dist
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("strategy", [["strategy=adpsgd"], ["strategy=kstep", "strategy_options.K=12", "strategy_options.claims=race"]])
+@pytest.mark.parametrize(
+    "strategy", [["strategy=adpsgd"], ["strategy=kstep", "strategy_options.K=12", "strategy_options.claims=race"]]
+)
 def test_interrupted_racers_go_on_and_deal_every_sample_once(strategy: list[str], jobs: Jobs) -> None:
     settings = [*strategy, "learners=2", "epochs=2"]
     held = jobs.train(*settings, hold_at=7, pause_s=0.02)

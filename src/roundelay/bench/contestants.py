@@ -10,7 +10,7 @@ any other   a strategy of ours, under its name, with its default settings
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from roundelay.core.task import Task
 from roundelay.core.worker import Share
 from roundelay.train.learner import Learner
 from roundelay.train.options import Options
-from roundelay.train.place import Place, alone
+from roundelay.train.place import Place, alone, open_place
 from roundelay.train.recorder import cpu_seconds
 from roundelay.train.slow import slowdown
 
@@ -108,11 +108,12 @@ class Runner:
         return step
 
     def _join_torch(self) -> None:
+        if dist.is_initialized():
+            return
         store: Any = self.place.net.store  # a JobStore: torch's own contestants need processes
         dist.init_process_group(
             "gloo", store=PrefixStore(f"{store.prefix}ddp", store.tcp), rank=self.place.rank, world_size=self.place.size
         )
-        self._close.append(dist.destroy_process_group)
 
     def _ddp(self) -> Step:
         self._join_torch()
@@ -192,39 +193,94 @@ class Runner:
             close()
 
 
-def contest(place: Place, entry: Entry, task: Task, batch: int, slow: str, seconds: float) -> dict[str, float]:
-    """Runs a contestant for about `seconds` and returns this learner's figures."""
+@dataclass
+class Lap:
+    """What a contestant has done so far, in all its turns."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+
+
+def contest(
+    place: Place, entries: Sequence[Entry], task: Task, batch: int, slow: str, seconds: float, wire: str, turns: int = 4
+) -> dict[str, dict[str, float]]:
+    """One round: all contestants stand ready in this process and take turns of seconds / turns, forwards and backwards.
+
+    Returns this learner's figures by contestant. Neighbours on a shared machine come and go within seconds; turns let
+    everybody have the same share of them."""
     torch.set_num_threads(1)
-    runner = Runner(entry, place, task, batch, slow, lr=0.01, momentum=0.9)
+    runners = []
     try:
-        runner.barrier()
-        began = time.perf_counter()
-        for _ in range(WARM_STEPS):
-            runner.step()
-        pace = torch.tensor([(time.perf_counter() - began) / WARM_STEPS])
-        if place.size > 1:
-            pace = place.net.start_mean(pace).wait()
-        if runner.learner is not None:
-            runner.learner.recorder.record()
-        runner.barrier()
-        steps = max(4, round(seconds / float(pace)) // 4 * 4)
-        first, cpu, began = runner.steps, cpu_seconds(), time.perf_counter()
-        if entry.free:
-            while time.perf_counter() - began < seconds:
-                runner.step()
-        else:
-            for _ in range(steps):
-                runner.step()
-        elapsed, used, done = time.perf_counter() - began, cpu_seconds() - cpu, runner.steps - first
-        figures = {"samples_per_s": done * batch / elapsed, "cpu_s": used, "steps": float(done), "elapsed_s": elapsed}
-        if runner.learner is not None:
-            runner.learner.recorder.record()
-            # from the start of the run: an agent may still be in the meeting of the last gradient
-            total = runner.learner.recorder.total
-            figures["meetings"] = float(total["meetings"])
-            figures["meetings_per_gradient"] = total["meetings"] / max(total["steps"], 1)
-        runner.finish()
-        runner.barrier()
-        return figures
+        for number, entry in enumerate(entries):
+            runners.append(Runner(entry, own_place(place, number, wire), task, batch, slow, lr=0.01, momentum=0.9))
+        laps = [Lap() for _ in runners]
+        steps = [warm(runner, seconds / turns) for runner in runners]
+        for turn in range(turns):
+            order = range(len(runners)) if turn % 2 == 0 else reversed(range(len(runners)))
+            for number in order:
+                run_turn(runners[number], laps[number], seconds / turns, steps[number])
+        return {runner.entry.name: figures(runner, lap) for runner, lap in zip(runners, laps, strict=True)}
     finally:
-        runner.close()
+        for runner in reversed(runners):
+            runner.close()
+        leave_torch()
+        for runner in runners:
+            runner.place.close()
+
+
+def leave_torch() -> None:
+    """Leaves the process group that torch's own contestants share."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def own_place(place: Place, number: int, wire: str) -> Place:
+    """A place of its own for each contestant, so that their keys and groups do not meet."""
+    store: Any = place.net.store
+    return open_place(
+        store.under(f"contestant/{number}/"), place.rank, place.size, "here", wire=wire, host="127.0.0.1", timeout_s=120.0,
+        device=torch.device("cpu"), machines=0, digest={},
+    )  # fmt: skip
+
+
+def warm(runner: Runner, seconds: float) -> int:
+    """First steps, which are slow; returns how many fit into a turn, for those who must all take the same number."""
+    runner.barrier()
+    for _ in range(WARM_STEPS):
+        runner.step()
+    runner.barrier()
+    began = time.perf_counter()
+    for _ in range(WARM_STEPS):
+        runner.step()
+    pace = torch.tensor([(time.perf_counter() - began) / WARM_STEPS])
+    if runner.place.size > 1:
+        pace = runner.place.net.start_mean(pace).wait()
+    return max(4, round(seconds / float(pace)) // 4 * 4)
+
+
+def run_turn(runner: Runner, lap: Lap, seconds: float, steps: int) -> None:
+    runner.barrier()
+    first, cpu, began = runner.steps, cpu_seconds(), time.perf_counter()
+    if runner.entry.free:
+        while time.perf_counter() - began < seconds:
+            runner.step()
+    else:
+        for _ in range(steps):
+            runner.step()
+    lap.seconds += time.perf_counter() - began
+    lap.cpu_s += cpu_seconds() - cpu
+    lap.steps += runner.steps - first
+    runner.barrier()
+
+
+def figures(runner: Runner, lap: Lap) -> dict[str, float]:
+    found = {"samples_per_s": lap.steps * runner.batch / lap.seconds, "cpu_s": lap.cpu_s, "steps": float(lap.steps)}
+    runner.finish()
+    if runner.learner is not None:
+        runner.learner.recorder.record()
+        total = runner.learner.recorder.total
+        found["meetings"] = float(total["meetings"])
+        found["meetings_per_gradient"] = total["meetings"] / max(total["steps"], 1)
+    runner.barrier()
+    return found

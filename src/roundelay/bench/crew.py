@@ -78,10 +78,10 @@ class Crew:
             "TASK_SETTINGS": json.dumps(self._settings),
         }
 
-    def train(self, timeout_s: float, **job: Any) -> list[dict[str, Any]]:
-        """All members train together; their figures, by rank."""
+    def all(self, what: str, timeout_s: float, **job: Any) -> list[dict[str, Any]]:
+        """All members do a job together; their figures, by rank."""
         number = next(self._numbers)
-        return self.ask({rank: {"job": "train", "number": number, **job} for rank in range(self.size)}, timeout_s)
+        return self.ask({rank: {"job": what, "number": number, **job} for rank in range(self.size)}, timeout_s)
 
     def loss(self, pictures: Sequence[tuple[int, int]]) -> float:
         """Held-out loss at the mean of pictures, given as (rank, slot)."""

@@ -22,7 +22,7 @@ def demo(as_json: bool = False) -> int:
     """Trains with each strategy and prints one table."""
     print(
         "Two learners share a small task; learner 1 is made to take twice its time for every gradient.\n"
-        "Each strategy sees the same 32,768 samples. Synchronous ones go at the slow learner's pace.\n",
+        "Each strategy sees the same 24,576 samples. Synchronous ones go at the slow learner's pace.\n",
         file=sys.stderr,
     )
     os.environ["OMP_NUM_THREADS"] = "1"

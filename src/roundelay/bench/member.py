@@ -1,6 +1,7 @@
 """One learner of `roundelay bench network`: a process on a host of its own that takes jobs, one JSON line each.
 
 train      runs a contestant and takes a picture of its weights every so often, with the time
+costs      seconds of one meeting and one mean, for `roundelay bench overhead --link`
 evaluate   held-out loss of the mean of several learners' pictures: this member's share of the held-out set
 Pictures lie in memory that all members see, whatever their network is like, so judging costs the run nothing.
 """
@@ -23,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundelay.bench.contestants import Entry, Runner
+from roundelay.bench import overhead
+from roundelay.bench.contestants import Entry, Runner, leave_torch
 from roundelay.bench.namespaces import end_with_parent
 from roundelay.core.task import Task
 from roundelay.errors import DataError, PeerLost
@@ -208,6 +210,7 @@ class Member:
             runner.barrier()
         finally:
             runner.close()
+            leave_torch()
             place.close()
         return {
             "began": began,
@@ -217,6 +220,14 @@ class Member:
             "steps": runner.steps,
             "pictures": [asdict(picture) for picture in album.pictures],
         }
+
+    def costs(self, number: int, parameters: int, repeats: int) -> dict[str, Any]:
+        """What a meeting and a mean cost between these machines."""
+        place = self.place(number)
+        try:
+            return overhead.costs(place, parameters, repeats)
+        finally:
+            place.close()
 
     def evaluate(self, pictures: Sequence[Sequence[int]], part: int, parts: int) -> tuple[float, float]:
         """Sum of losses and count, of this part of the held-out set, at the mean of pictures given as (rank, slot)."""

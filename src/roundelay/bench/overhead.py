@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from roundelay.bench.crew import Crew
+from roundelay.bench.namespaces import Machines, check
 from roundelay.core import kernels
 from roundelay.core.worker import Share
 from roundelay.strategy import STRATEGIES
@@ -41,15 +43,20 @@ def main(argv: Sequence[str]) -> int:
         prog="roundelay bench overhead",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: roundelay bench overhead --sizes 1M,10M --json",
+        epilog="examples: roundelay bench overhead --sizes 1M --json;  sudo roundelay bench overhead --link 1000 --sizes 10M",
     )
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--sizes", default=",".join(SIZES))
     p.add_argument("--repeats", type=int, default=7)
     p.add_argument("--no-buffers", action="store_true", help="leave out the count of buffers")
+    p.add_argument("--link", type=int, default=0, metavar="MBIT", help="only this: two machines on a cable of so many Mbit/s")
     args = p.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     results: list[dict[str, Any]] = []
+    if args.link:
+        results = between_machines(args.link, [SIZES[size] for size in args.sizes.split(",")], args.repeats)
+        print(json.dumps({"results": results}) if args.json else table({"results": results}))
+        return 0
     for wire in ("shm", "torchdist"):
         with Pool(2, wire) as pool:
             for size in args.sizes.split(","):
@@ -64,8 +71,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def median_of(what: Callable[[], float], repeats: int) -> float:
-    return statistics.median(what() for _ in range(repeats))
+def between_machines(mbit: int, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """The same between two network namespaces on a cable."""
+    check()
+    results = []
+    with Machines(2, mbit) as machines, Crew(machines, [1, 1], "roundelay.bench.tasks:Frames", {}) as crew:
+        for parameters in sizes:
+            found = crew.all("costs", 600.0, parameters=parameters, repeats=repeats)[0]
+            results.append({"wire": f"torchdist, {mbit} Mbit/s", "parameters": parameters, **found})
+            print(describe(results[-1]), file=sys.stderr, flush=True)
+    return results
 
 
 def timed(what: Callable[[], Any]) -> float:

@@ -95,7 +95,7 @@ def frame_loss(module: nn.Module, batch: Batch, reduction: str = "mean") -> Tens
 class Frames:
     """The example task: which state is each frame of a chunk in?"""
 
-    samples: int = 4096
+    samples: int = 3072
     held_out: int = 1024
     frames: int = 12
     phones: int = 16
@@ -104,8 +104,8 @@ class Frames:
     layers: int = 1
     classes: int = 0
     """Outputs of the network; 0: as many as there are states."""
-    stay: float = 0.5
-    noise: float = 0.5
+    stay: float = 0.2
+    noise: float = 0.45
     speaker: float = 0.3
     world: int = 0
     seed: int = 0

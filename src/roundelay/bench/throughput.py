@@ -1,7 +1,7 @@
 """roundelay bench throughput: samples per second against learners that do not communicate at all.
 
-All contestants run in the same two processes, one after another, round after round; a round's ratios are taken against that
-round's ceiling, and the median over rounds counts, because machines are noisy and noise drifts.
+All contestants stand ready in the same two processes and take turns of a few seconds, forwards and backwards; a round's
+ratios are taken against that round's ceiling, and the median over rounds counts, because machines are noisy and noise drifts.
 """
 
 from __future__ import annotations
@@ -74,15 +74,16 @@ def parameters() -> int:
 def measure(pool: Pool, names: list[str], batch: int, case: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """All contestants, interleaved; ratios within each round."""
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    entries = [ENTRIES[name] for name in names]
     for number in range(rounds):
+        limit = 120 + 3 * seconds * len(names)
+        learners = pool.run(contest, entries, Blstm(), batch, CASES[case], seconds, pool.wire, size=2, timeout_s=limit)
         for name in names:
-            learners = pool.run(
-                contest, ENTRIES[name], Blstm(), batch, CASES[case], seconds, size=2, timeout_s=120 + 6 * seconds
-            )
-            rate, steps = sum(x["samples_per_s"] for x in learners), sum(x["steps"] for x in learners)
-            found = {"rate": rate, "cpu": sum(x["cpu_s"] for x in learners) / steps, "slow": learners[1]["samples_per_s"]}
-            if "meetings" in learners[0]:
-                found["met"] = min(x["meetings_per_gradient"] for x in learners)
+            own = [figures[name] for figures in learners]
+            rate, steps = sum(x["samples_per_s"] for x in own), sum(x["steps"] for x in own)
+            found = {"rate": rate, "cpu": sum(x["cpu_s"] for x in own) / steps, "slow": own[1]["samples_per_s"]}
+            if "meetings" in own[0]:
+                found["met"] = min(x["meetings_per_gradient"] for x in own)
             seen[name].append(found)
             ceiling = seen["ceiling"][number]
             print(

@@ -106,8 +106,8 @@ def train(crew: Crew, entry: Entry, contest: Contest, rate: float, target: float
         whole = STEPS_OF_A_ROUND * contest.batch * crew.size
         samples = min(samples, math.ceil(enough * SLACK / whole) * whole)
     before = crew.machines.sent_bytes()
-    members = crew.train(
-        LONGEST_S, name=entry.name, strategy=entry.strategy, options=dict(entry.options), lr=rate,
+    members = crew.all(
+        "train", LONGEST_S, name=entry.name, strategy=entry.strategy, options=dict(entry.options), lr=rate,
         momentum=contest.momentum, batch=contest.batch, samples=samples,
     )  # fmt: skip
     sent = [after - b for after, b in zip(crew.machines.sent_bytes(), before, strict=True)]
