@@ -9,12 +9,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import roundelay
 from roundelay import config, strategy, topology
 from roundelay.errors import RoundelayError, UsageError
+from roundelay.recipe import commands as speech
 from roundelay.train.launch import start_learners
 from roundelay.train.learner import build_strategy
 from roundelay.train.loop import Plan, train
@@ -38,8 +40,15 @@ EPILOG = {
   roundelay bench throughput --quick
   roundelay bench overhead --json
   sudo roundelay bench network --quick""",
+    **speech.EPILOG,
 }
-BENCHES = ("throughput", "network", "overhead", "learning")
+BENCHES = {
+    "throughput": "roundelay.bench.throughput",
+    "network": "roundelay.bench.network",
+    "overhead": "roundelay.bench.overhead",
+    "learning": "roundelay.bench.learning",
+    "speech": "roundelay.recipe.strategies",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,8 +73,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     p.add_argument("--json", action="store_true", help="print the run's figures as JSON at the end")
 
-    p = command("list", "list strategies, topologies or wires", run_list)
-    p.add_argument("what", choices=["strategies", "topologies", "wires"])
+    p = command("list", "list strategies, topologies, wires or acoustic models", run_list)
+    p.add_argument("what", choices=["strategies", "topologies", "wires", "models"])
     p.add_argument("--size", type=int, default=8, help="learners, for the figures of topologies (default 8)")
     p.add_argument("--json", action="store_true", help="print JSON")
 
@@ -77,9 +86,10 @@ def parser() -> argparse.ArgumentParser:
     p = command("demo", "train the example task with several strategies on two learners and compare them", run_demo)
     p.add_argument("--json", action="store_true", help="print the table as JSON at the end")
 
-    p = command("bench", "measure: throughput, network, overhead, learning", run_bench)
+    p = command("bench", f"measure: {', '.join(BENCHES)}", run_bench)
     p.add_argument("which", choices=BENCHES)
     p.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark; see roundelay bench WHICH --help")
+    speech.add(command)
     return top
 
 
@@ -229,6 +239,11 @@ def run_list(args: argparse.Namespace) -> int:
     elif args.what == "topologies":
         found = {name: topology.describe(name, args.size) for name in topology.TOPOLOGIES}
         lines = [f"{name:<14} {d['description']}  (gap {d['gap']:.4f} at {args.size} learners)" for name, d in found.items()]
+    elif args.what == "models":
+        from roundelay.asr.model import PRESETS
+
+        found = {name: {"parameters": shape.parameters, **asdict(shape), "use": use} for name, (shape, use) in PRESETS.items()}
+        lines = [f"{name:<14} {d['parameters']:>11,} parameters  {d['use']}" for name, d in found.items()]
     else:
         found = dict(WIRES)
         lines = [f"{name:<14} {text}" for name, text in found.items()]
@@ -255,7 +270,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    return int(importlib.import_module(f"roundelay.bench.{args.which}").main(args.rest) or 0)
+    return int(importlib.import_module(BENCHES[args.which]).main(args.rest) or 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Speech recognition: from recordings and transcripts to a word error rate."""

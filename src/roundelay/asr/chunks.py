@@ -1,0 +1,83 @@
+"""Training samples: utterances cut into short windows of frames, in an order that is a pure function of seed and epoch.
+
+Windows follow each other without overlap, as in the published systems (21 frames). The last one of an utterance is moved
+back to end with it, and the frames it shares with the one before do not count twice: their target is IGNORE. An utterance
+shorter than a window is one window, its missing frames repeated from the last and not counted. `margin` frames on both sides
+give the network context; they do not count either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+IGNORE = -100
+"""torch's cross-entropy leaves these targets out."""
+
+
+class Frames(Protocol):
+    """Features by utterance."""
+
+    def frames(self, utterance: str) -> int: ...
+
+    def __getitem__(self, utterance: str) -> np.ndarray: ...
+
+
+class Targets(Protocol):
+    """Tied states by utterance."""
+
+    def __getitem__(self, utterance: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Where every window lies: utterance number, first frame, first frame that counts (both within the utterance)."""
+
+    utterance: np.ndarray
+    start: np.ndarray
+    counts_from: np.ndarray
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+def cut(frames: Sequence[int], length: int) -> Windows:
+    """Windows over utterances of so many frames each."""
+    utterance, start, counts_from = [], [], []
+    for number, total in enumerate(frames):
+        for first in range(0, max(total, 1), length):
+            utterance.append(number)
+            start.append(max(0, min(first, total - length)))
+            counts_from.append(first)
+    return Windows(np.array(utterance, np.int64), np.array(start, np.int64), np.array(counts_from, np.int64), length)
+
+
+def order(seed: int, epoch: int, samples: int) -> np.ndarray:
+    """Who comes when in an epoch: drawn from (seed, epoch) alone."""
+    return np.random.default_rng([seed, 0xC0FFEE, epoch]).permutation(samples)
+
+
+def gather(
+    windows: Windows, chosen: np.ndarray, ids: Sequence[str], features: Frames, targets: Targets, margin: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Features [chosen, margin + length + margin, dim] and targets [chosen, the same] of some windows."""
+    width = windows.length + 2 * margin
+    x: np.ndarray | None = None
+    y = np.full((len(chosen), width), IGNORE, np.int64)
+    offsets = np.arange(-margin, windows.length + margin)
+    for row, window in enumerate(chosen):
+        name = ids[windows.utterance[window]]
+        whole, states = features[name], targets[name]
+        if x is None:
+            x = np.empty((len(chosen), width, whole.shape[1]), np.float32)
+        at = windows.start[window] + offsets
+        x[row] = whole[np.clip(at, 0, len(whole) - 1)]
+        first = windows.counts_from[window]
+        counted = (at >= first) & (at < min(len(whole), windows.start[window] + windows.length))
+        y[row, counted] = states[at[counted]]
+    assert x is not None, "no window was chosen"
+    return x, y

@@ -1,0 +1,247 @@
+"""espeak-ng through its C interface: speech with the time of every word, and pronunciations.
+
+espeak-ng is GPL-3, so it is an extra that the user installs (`pip install 'roundelay[synth]'`) and that nothing else needs.
+
+It keeps much of an utterance in static variables (phases, noise, leftover samples), so the same call twice gives different
+audio. Every utterance here is said by a library loaded afresh, a millisecond's work, and thus depends on nothing before it.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roundelay.errors import DataError, RoundelayError, UsageError
+
+SYNCHRONOUS, BUFFER_MS = 2, 500
+PHONEME_EVENTS, DO_NOT_EXIT = 0x0001, 0x8000
+RATE, PITCH, RANGE, WORD_GAP = 1, 3, 4, 7
+UTF8, IPA = 1, 0x02
+TEXT_POSITION_CHARACTERS = 1
+END, WORD, PHONEME = 0, 1, 7
+SEPARATOR = "_"
+STOPS = frozenset({"p", "b", "t", "d", "k", "g", "t2", "t#", "d#", "tS", "dZ", "?", "p2", "t[", "d["})
+"""espeak's names of sounds that begin with a closure: the silence before their burst is part of the word."""
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("unique_identifier", ctypes.c_uint),
+        ("text_position", ctypes.c_int),
+        ("length", ctypes.c_int),
+        ("audio_position", ctypes.c_int),
+        ("sample", ctypes.c_int),
+        ("user_data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 8),
+    )
+
+
+_Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event))
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """int16 samples, their rate, and where each word begins and ends in seconds."""
+
+    samples: np.ndarray
+    rate: int
+    words: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How it is said: words per minute, pitch and its range (0 to 99), pause between words in units of 10 ms."""
+
+    rate: int = 175
+    pitch: int = 50
+    range: int = 50
+    gap: int = 0
+
+
+def _paths() -> tuple[str, str]:
+    try:
+        import espeakng_loader
+    except ImportError:
+        raise UsageError(
+            "speech synthesis needs espeak-ng, which is not installed", do="pip install 'roundelay[synth]'"
+        ) from None
+    return espeakng_loader.get_library_path(), espeakng_loader.get_data_path()
+
+
+def variants() -> set[str]:
+    """The voice variants that are there: espeak-ng itself takes an unknown one for none, without a word."""
+    return {path.name for path in (Path(_paths()[1]) / "voices" / "!v").iterdir()}
+
+
+@contextmanager
+def _fresh_library() -> Iterator[tuple[Any, int]]:
+    """The library as if just installed, and its sample rate."""
+    path, data = _paths()
+    library = ctypes.CDLL(path)
+    try:
+        rate = library.espeak_Initialize(SYNCHRONOUS, BUFFER_MS, os.fsencode(data), PHONEME_EVENTS | DO_NOT_EXIT)
+        if rate <= 0:
+            raise RoundelayError("espeak-ng does not start", where=path, do="pip install --force-reinstall espeakng-loader")
+        ctypes.CDLL(None).srand(1)
+        yield library, rate
+        library.espeak_Terminate()
+    finally:
+        _ctypes.dlclose(library._handle)
+    if _still_loaded(path):
+        raise UsageError(
+            "espeak-ng is also used by another part of this process, so its speech would not be repeatable",
+            where=path,
+            do="synthesize in a process of its own",
+        )
+
+
+def _still_loaded(path: str) -> bool:
+    try:
+        handle = _ctypes.dlopen(path, os.RTLD_LAZY | os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    _ctypes.dlclose(handle)
+    return True
+
+
+def _set_voice(library: Any, voice: str) -> None:
+    if library.espeak_SetVoiceByName(voice.encode()) != 0:
+        raise UsageError(f"espeak-ng has no voice '{voice}'", do="'espeak-ng --voices=en' lists accents; en is British English")
+    _, plus, variant = voice.partition("+")
+    if plus and variant not in variants():
+        raise UsageError(f"espeak-ng has no voice variant '{variant}'", do="'espeak-ng --voices=variant' lists them")
+
+
+def say(words: Sequence[str], voice: str, manner: Manner) -> Spoken:
+    """Says words with a voice ("en-us+m3"); what comes out depends on the arguments alone."""
+    pieces: list[np.ndarray] = []
+    events: list[tuple[int, int, int, str]] = []
+
+    def receive(samples: Any, count: int, found: Any) -> int:
+        if samples and count > 0:
+            pieces.append(np.ctypeslib.as_array(samples, (count,)).copy())
+        at = 0
+        while found[at].type != END:
+            event = found[at]
+            if event.type in (WORD, PHONEME):
+                name = event.name.decode("utf-8", errors="replace") if event.type == PHONEME else ""
+                events.append((event.type, event.text_position, event.sample, name))
+            at += 1
+        return 0
+
+    callback = _Callback(receive)
+    text = " ".join(words)
+    with _fresh_library() as (library, rate):
+        _set_voice(library, voice)
+        for parameter, value in ((RATE, manner.rate), (PITCH, manner.pitch), (RANGE, manner.range), (WORD_GAP, manner.gap)):
+            if library.espeak_SetParameter(parameter, value, 0) != 0:
+                raise UsageError(f"espeak-ng refuses {value} for parameter {parameter}", where=f"voice {voice}")
+        library.espeak_SetSynthCallback(callback)
+        encoded = text.encode()
+        if library.espeak_Synth(encoded, len(encoded) + 1, 0, TEXT_POSITION_CHARACTERS, 0, UTF8, None, None) != 0:
+            raise DataError(f"espeak-ng cannot say '{text}'", where=f"voice {voice}")
+        library.espeak_Synchronize()
+    samples = np.concatenate(pieces) if pieces else np.zeros(0, np.int16)
+    if not samples.any():
+        raise DataError(f"espeak-ng says nothing for '{text}'", where=f"voice {voice}")
+    times = _word_times(words, events, len(samples), voice)
+    return Spoken(samples, rate, [(start / rate, end / rate) for start, end in times])
+
+
+# ------------------------------------------------------------------------------------------------------- word times
+
+
+@dataclass
+class _Group:
+    """Words that espeak-ng reports as one ("in the"), when they were reported, and their sounds with their beginnings."""
+
+    words: list[int]
+    reported: int
+    sounds: list[tuple[str, int]]
+    end: int = 0
+
+
+def _word_times(words: Sequence[str], events: list[tuple[int, int, int, str]], total: int, voice: str) -> list[tuple[int, int]]:
+    """First sample and end of every word.
+
+    Word events come up to a sound too early, so a word begins with its first sound's own event; if that is a stop, whose event
+    marks the burst, it begins with the closure, unless it follows a pause, where no ear could tell.
+    """
+    starts = np.cumsum([0] + [len(word) + 1 for word in words[:-1]]) + 1
+    groups: list[_Group] = []
+    after_pause = {0}
+    for type_, position, sample, name in events:
+        if type_ == WORD:
+            first = int(np.searchsorted(starts, position, side="right")) - 1
+            if groups and groups[-1].words[0] == first:
+                continue
+            groups.append(_Group([first], sample, []))
+        elif groups and not name.startswith("_"):
+            if groups[-1].end:
+                groups[-1].end = 0  # a pause within a word
+            groups[-1].sounds.append((name.lstrip("',%=|"), sample))
+        elif groups and not groups[-1].end:
+            groups[-1].end = sample
+            after_pause.add(len(groups))
+    times: list[tuple[int, int]] = []
+    for number, group in enumerate(groups):
+        following = groups[number + 1] if number + 1 < len(groups) else None
+        group.words = list(range(group.words[0], following.words[0] if following else len(words)))
+        if not group.sounds:
+            raise DataError(f"espeak-ng does not say '{words[group.words[0]]}'", where=f"voice {voice}: {' '.join(words)}")
+    begins = [_begin(group, number in after_pause) for number, group in enumerate(groups)]
+    for number, group in enumerate(groups):
+        end = min(group.end or total, begins[number + 1] if number + 1 < len(groups) else total)
+        cuts = _cuts_within(group, [words[n] for n in group.words], voice)
+        bounds = [begins[number], *cuts, end]
+        times += pairwise(bounds)
+    if len(times) != len(words):
+        raise DataError(
+            f"espeak-ng tells the times of {len(times)} of {len(words)} words", where=f"voice {voice}: {' '.join(words)}"
+        )
+    return times
+
+
+def _begin(group: _Group, after_pause: bool) -> int:
+    name, sample = group.sounds[0]
+    return min(group.reported, sample) if name in STOPS and not after_pause else sample
+
+
+def _cuts_within(group: _Group, words: list[str], voice: str) -> list[int]:
+    """Where words reported as one part: each but the first has as many sounds as when it stands alone."""
+    cuts: list[int] = []
+    left = len(group.sounds)
+    for word in reversed(words[1:]):
+        alone = phonemes([word], voice)[0].count(SEPARATOR) + 1
+        left = max(1, left - alone)
+        cuts.insert(0, group.sounds[left][1])
+    return cuts
+
+
+# --------------------------------------------------------------------------------------------------- pronunciations
+
+
+def phonemes(texts: Sequence[str], voice: str) -> list[str]:
+    """IPA of each text: sounds with "_" between them, words with a space."""
+    mode = IPA | (ord(SEPARATOR) << 8)
+    found = []
+    with _fresh_library() as (library, _):
+        _set_voice(library, voice)
+        library.espeak_TextToPhonemes.restype = ctypes.c_char_p
+        for text in texts:
+            said = []
+            rest = ctypes.c_char_p(text.encode())
+            while rest.value:
+                said.append((library.espeak_TextToPhonemes(ctypes.byref(rest), UTF8, mode) or b"").decode().strip())
+            found.append(" ".join(said))
+    return found

@@ -1,0 +1,157 @@
+"""The acoustic model as something the engine can train: batches of windows, cross-entropy, whole-utterance validation.
+
+It has the shape of a task of the engine and imports nothing of it. Validation runs over whole utterances, as decoding does, and
+reports the mean log-probability per frame of the aligned state (`logprob`), its negative (`loss`) and the share of frames
+whose best state is the aligned one (`accuracy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from roundelay.asr import chunks
+from roundelay.asr.align import Alignments
+from roundelay.asr.features import from_spec
+from roundelay.asr.model import AcousticModel, ModelShape, preset_shape
+from roundelay.asr.store import Stream
+from roundelay.errors import DataError
+
+VALIDATION_FRAMES = 8_000
+"""Frames of a validation batch: small enough for any machine, large enough to be fast."""
+CACHE_FRAMES = 400_000
+"""Frames kept ready in memory (120 dimensions: 200 MB); beyond that features are read again when needed."""
+
+
+class FrameTask:
+    """Tied states from features, frame by frame.
+
+    features, alignments   folders written by `roundelay prepare` and `roundelay align` (features may be pasted: "a.scp+b.scp")
+    valid_features, valid_alignments   the same of held-out speakers
+    model                  a preset; layers, hidden, bottleneck, dropout change it; inputs and outputs follow from the data
+    """
+
+    def __init__(
+        self,
+        features: str,
+        alignments: str,
+        valid_features: str,
+        valid_alignments: str,
+        model: str = "small",
+        window: int = 21,
+        margin: int = 0,
+        seed: int = 0,
+        layers: int | None = None,
+        hidden: int | None = None,
+        bottleneck: int | None = None,
+        dropout: float | None = None,
+        valid_utterances: int = 200,
+    ) -> None:
+        self.seed, self.window, self.margin = seed, window, margin
+        self._features, self._targets = from_spec(features), Alignments.open(Path(alignments))
+        self._valid_features, self._valid_targets = from_spec(valid_features), Alignments.open(Path(valid_alignments))
+        self.ids = matched(self._features, self._targets, features)
+        valid = matched(self._valid_features, self._valid_targets, valid_features)
+        self.valid_ids = valid[:: max(1, len(valid) // valid_utterances)][:valid_utterances]
+        self.windows = chunks.cut([self._features.frames(name) for name in self.ids], window)
+        changes = {"layers": layers, "hidden": hidden, "bottleneck": bottleneck, "dropout": dropout}
+        self.shape: ModelShape = preset_shape(
+            model,
+            inputs=self._features.dim,
+            outputs=self._targets.num_pdfs,
+            **{name: value for name, value in changes.items() if value is not None},
+        )
+        self._order: tuple[int, np.ndarray] | None = None
+        self._cache: dict[str, np.ndarray] = {}
+        self._cached_frames = 0
+
+    @property
+    def samples(self) -> int:
+        return len(self.windows)
+
+    def build(self) -> nn.Module:
+        return AcousticModel(self.shape)
+
+    def batch(self, epoch: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, chunks.order(self.seed, epoch, self.samples))
+        x, y = chunks.gather(self.windows, self._order[1][start:stop], self.ids, self, self._targets, self.margin)
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    def loss(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        scores = module(x.to(device_of(module)))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), y.to(scores.device).flatten(), ignore_index=chunks.IGNORE)
+
+    def evaluate(self, module: nn.Module, part: int, parts: int) -> dict[str, tuple[float, float]]:
+        logprob, right, frames = 0.0, 0, 0
+        for features, lengths, targets in self._validation[part::parts]:
+            scores = module(features.to(device_of(module)), lengths).log_softmax(-1).cpu()
+            counted = targets != chunks.IGNORE
+            logprob += float(scores.gather(2, targets.clamp_min(0)[..., None])[..., 0][counted].double().sum())
+            right += int((scores.argmax(-1) == targets)[counted].sum())
+            frames += int(counted.sum())
+        return {
+            "loss": (-logprob, float(frames)),
+            "logprob": (logprob, float(frames)),
+            "accuracy": (float(right), float(frames)),
+        }
+
+    # -- features, kept ready while there is room --------------------------------------------------------------------
+
+    def frames(self, utterance: str) -> int:
+        return self._features.frames(utterance)
+
+    def __getitem__(self, utterance: str) -> np.ndarray:
+        found = self._cache.get(utterance)
+        if found is None:
+            found = self._features[utterance]
+            if self._cached_frames + len(found) <= CACHE_FRAMES:
+                self._cache[utterance] = found
+                self._cached_frames += len(found)
+        return found
+
+    @cached_property
+    def _validation(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return list(padded_batches(self.valid_ids, self._valid_features, self._valid_targets))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def matched(features: Stream, targets: Alignments, where: str) -> list[str]:
+    """Utterances that have both features and an alignment of as many frames."""
+    have = set(features.ids)
+    found = [name for name in targets.ids if name in have]
+    if not found:
+        raise DataError("no utterance has both features and an alignment", where=where, do="align the same data directory")
+    for name in found:
+        if features.frames(name) != len(targets[name]):
+            raise DataError(
+                f"utterance {name} has {features.frames(name)} frames of features and {len(targets[name])} of alignment",
+                where=where,
+                do="align again: the features were made anew, or with another frame shift",
+            )
+    return found
+
+
+def padded_batches(ids: Sequence[str], features: Stream, targets: Alignments) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Whole utterances of similar length side by side."""
+    waiting = sorted(ids, key=features.frames, reverse=True)
+    while waiting:
+        longest = features.frames(waiting[0])
+        here = waiting[: max(1, VALIDATION_FRAMES // longest)]
+        waiting = waiting[len(here) :]
+        x = torch.zeros(len(here), longest, features.dim)
+        y = torch.full((len(here), longest), chunks.IGNORE)
+        for row, name in enumerate(here):
+            frames = features.frames(name)
+            x[row, :frames] = torch.from_numpy(features[name])
+            y[row, :frames] = torch.from_numpy(targets[name].astype(np.int64))
+        yield x, torch.tensor([features.frames(name) for name in here]), y

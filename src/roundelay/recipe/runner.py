@@ -1,0 +1,102 @@
+"""Runs the stages of a recipe in order. What is done, and would be done the same way again, is skipped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roundelay.errors import UsageError, nearest
+from roundelay.recipe import given, stages
+from roundelay.recipe.settings import Recipe
+from roundelay.recipe.stages import Work
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of the road and the parts of the recipe that decide what it gives."""
+
+    name: str
+    do: Callable[[Work], Any]
+    parts: tuple[str, ...]
+    systems: tuple[str, ...] = ()
+    """Only needed where the recipe asks for one of these systems."""
+
+
+STAGES = (
+    Stage("data", stages.data, ("sources", "dev_share", "seed", "words")),
+    Stage("features", stages.features, ("features",)),
+    Stage("mono", stages.mono, ("mono",)),
+    Stage("tri", stages.tri, ("tri",), ("tri", "lstm")),
+    Stage("align", stages.align, (), ("lstm",)),
+    Stage("network", stages.network, ("network", "train", "seed"), ("lstm",)),
+    Stage("graph", stages.graph, ("words",)),
+    Stage("decode", stages.decode, ("decode", "scales", "dev_utterances", "systems")),
+    Stage("score", stages.score_all, ()),
+)
+GIVEN_STAGES = (
+    Stage("states", given.states, ("given",)),
+    Stage("network", given.network, ("network", "train", "seed")),
+    Stage("decode", given.decode, ("decode", "scales", "dev_utterances")),
+    Stage("score", given.score_all, ()),
+)
+
+
+def run_recipe(work: Work, until: str = "") -> dict[str, Any]:
+    """All stages (or those up to `until`); returns what result.json holds, so far as it is there."""
+    road = GIVEN_STAGES if work.recipe.given is not None else STAGES
+    names = [stage.name for stage in road]
+    if until and until not in names:
+        raise UsageError(f"there is no stage '{until}'", where="--until", do=nearest(until, names))
+    marks = work.run / "stages"
+    marks.mkdir(parents=True, exist_ok=True)
+    print_before = ""
+    began = time.monotonic()
+    for stage in road:
+        if stage.systems and not set(stage.systems) & set(work.recipe.systems):
+            continue
+        print_before = fingerprint(work.recipe, stage, print_before)
+        mark = marks / f"{stage.name}.json"
+        if mark.exists() and json.loads(mark.read_text())["fingerprint"] == print_before:
+            work.say(f"{stage.name}: done before")
+        else:
+            work.say(f"{stage.name} …")
+            mark.unlink(missing_ok=True)
+            started = time.monotonic()
+            stage.do(work)
+            seconds = round(time.monotonic() - started, 1)
+            mark.write_text(json.dumps({"fingerprint": print_before, "seconds": seconds}))
+            work.say(f"{stage.name}: {seconds:.0f} s")
+        if stage.name == until:
+            break
+    work.say(f"all: {time.monotonic() - began:.0f} s")
+    result = work.run / "result.json"
+    return json.loads(result.read_text()) if result.exists() and not until else {}
+
+
+def fingerprint(recipe: Recipe, stage: Stage, before: str) -> str:
+    """Of everything that decides what a stage gives: its settings and the stages before it."""
+    parts = {name: recipe.part(name) for name in stage.parts}
+    return hashlib.sha256(json.dumps([before, stage.name, parts], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def table(result: dict[str, Any]) -> str:
+    """The word error rates for people."""
+    lines = [f"{'set':<12} {'system':<8} {'WER':>6}  {'95 % interval':<16} words  speakers"]
+    for r in result["systems"]:
+        interval = f"{r['low']:.2f} - {r['high']:.2f}"
+        lines.append(f"{r['set']:<12} {r['name']:<8} {r['wer']:6.2f}  {interval:<16} {r['words']:<6} {r['speakers']}")
+    for p in result["paired"]:
+        lines.append(
+            f"{p['set']}: {p['to']} minus {p['from']}: {p['difference']:+.2f} points "
+            f"({p['low']:+.2f} to {p['high']:+.2f}, 95 %, over {p['count']} {p['units']})"
+        )
+    return "\n".join(lines)
+
+
+def default_run(recipe: Recipe) -> Path:
+    return Path("runs") / recipe.folder.name

@@ -1,0 +1,196 @@
+"""What a recipe says: recipe.toml, checked field by field; `section.key=value` on the command line overrides it."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from roundelay.asr.decode import SCALES, DecodeOptions
+from roundelay.asr.gmm_train import MonoOptions, TriOptions
+from roundelay.errors import UsageError, nearest
+
+FILE = "recipe.toml"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One corpus of a recipe."""
+
+    kind: str = ""
+    """synth, or a publisher's name: kaldi fsdd audiomnist speech_commands speechocean762 librispeech"""
+    name: str = ""
+    """What its sets are called in results; default: the kind. With one source they are just `test`."""
+    root: str = ""
+    """Its folder; a relative one is looked for in $ROUNDELAY_DATA, then beside the recipe."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the synthesizer."""
+
+
+@dataclass(frozen=True)
+class Features:
+    rate: int = 8000
+    resample: bool = True
+    """Bring other rates to this one; false: another rate is an error."""
+    mels: int = 40
+    deltas: int = 2
+    cmvn: str = "speaker"
+
+
+@dataclass(frozen=True)
+class Words:
+    """Pronunciations and the language model."""
+
+    lexicon: str = "corpus"
+    """corpus (the synthesizer writes one), espeak (generated for the words at hand), or a file beside the recipe"""
+    text: str = "corpus"
+    """LM text: corpus (the synthesizer's), train (the training transcripts), or a file beside the recipe"""
+    order: int = 2
+    one_word: bool = False
+    """Every utterance is one word of the lexicon, all equally likely; `text` is not used."""
+
+
+@dataclass(frozen=True)
+class Network:
+    model: str = "small"
+    window: int = 21
+    margin: int = 0
+    layers: int | None = None
+    hidden: int | None = None
+    bottleneck: int | None = None
+    dropout: float | None = None
+    realign: int = 0
+    """How often the network aligns the training set anew and training starts over."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user of Kaldi has already; paths are relative to the recipe. Features may be pasted: "a.scp+b.scp"."""
+
+    num_pdfs: int
+    train_features: str
+    train_alignments: str
+    dev_features: str
+    dev_alignments: str
+    transitions: str = ""
+    """A text final.mdl, where the alignments hold transition-ids."""
+    dev_text: str = ""
+    test_features: str = ""
+    test_text: str = ""
+    test_utt2spk: str = ""
+    graph: str = ""
+    """A folder with HCLG.fst and words.txt."""
+    graph_labels: str = "transitions"
+    """What the graph's input labels are: transitions (Kaldi's own) or pdfs (pdf + 1)."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All of it."""
+
+    folder: Path
+    title: str = ""
+    seed: int = 0
+    sources: tuple[Source, ...] = ()
+    dev_share: float = 0.1
+    """Of the training speakers, where a corpus has no development set."""
+    systems: tuple[str, ...] = ("mono", "tri", "lstm")
+    features: Features = field(default_factory=Features)
+    mono: MonoOptions = field(default_factory=MonoOptions)
+    tri: TriOptions = field(default_factory=TriOptions)
+    words: Words = field(default_factory=Words)
+    network: Network = field(default_factory=Network)
+    train: dict[str, Any] = field(default_factory=dict)
+    """Settings of the engine, as `roundelay train` takes them."""
+    decode: DecodeOptions = field(default_factory=DecodeOptions)
+    scales: tuple[float, ...] = SCALES
+    """Acoustic scales tried on the development set."""
+    dev_utterances: int = 200
+    """For that choice."""
+    given: Given | None = None
+    """Instead of sources: features and alignments made elsewhere."""
+
+    def part(self, name: str) -> Any:
+        """A section as plain data, for fingerprints."""
+        value = getattr(self, name)
+        if isinstance(value, tuple):
+            return [asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for v in value]
+        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+SECTIONS: dict[str, Any] = {
+    "features": Features, "mono": MonoOptions, "tri": TriOptions, "words": Words, "network": Network, "decode": DecodeOptions,
+    "given": Given,
+}  # fmt: skip
+
+
+def load(where: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """A recipe from its folder (or its file)."""
+    path = Path(where)
+    path = path / FILE if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(
+            f"there is no recipe at {where}", where="RECIPE", do="name a folder with a recipe.toml, such as recipes/spoken"
+        )
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the recipe is not valid TOML: {error}", where=str(path), do="mend that line") from error
+    for item in overrides:
+        override(tree, item)
+    return build(tree, path)
+
+
+def override(tree: dict[str, Any], item: str) -> None:
+    """Puts `section.key=value` into the tree."""
+    key, equals, text = item.partition("=")
+    if not equals:
+        raise UsageError(f"'{item}' is not key=value", where="command line", do="write for example train.learners=4")
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *tables, last = key.split(".")
+    here = tree
+    for number, name in enumerate(tables):
+        if name == "source":  # source.root=… speaks to the first one
+            here = here.setdefault("source", [{}])[0]
+            continue
+        here = here.setdefault(name, {})
+        if not isinstance(here, dict):
+            raise UsageError(f"'{'.'.join(tables[: number + 1])}' is not a table", where=item, do="see the recipe's file")
+    here[last] = value
+
+
+def build(tree: dict[str, Any], path: Path) -> Recipe:
+    known = {f.name for f in fields(Recipe)} - {"folder", "sources"} | {"source"}
+    for key in tree:
+        if key not in known:
+            raise UsageError(f"a recipe has no '{key}'", where=str(path), do=nearest(key, known))
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key == "source":
+            values["sources"] = tuple(section(Source, one, f"{path}, source") for one in value)
+        elif key in SECTIONS:
+            values[key] = section(SECTIONS[key], value, f"{path}, {key}")
+        else:
+            values[key] = tuple(value) if isinstance(value, list) else value
+    if not values.get("sources") and "given" not in values:
+        raise UsageError(
+            "the recipe names no corpus", where=str(path), do='add [[source]] with kind = "synth" or another, or [given]'
+        )
+    return Recipe(folder=path.resolve().parent, **values)
+
+
+def section(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise UsageError("this must be a table", where=where, do="write [name] and key = value below it")
+    known = {f.name for f in fields(kind)}
+    for key in value:
+        if key not in known:
+            raise UsageError(f"there is no '{key}' here", where=where, do=nearest(key, known))
+    try:
+        return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in value.items()})
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error), where=where, do="see the comments in the recipe's file") from error

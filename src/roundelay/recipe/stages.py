@@ -1,0 +1,331 @@
+"""The stages of a recipe. Each writes into a folder of the run directory and can be done again without harm.
+
+data       data directories of the sets, lexicon, LM text           features   normalised log-mels
+mono, tri  GMM-HMMs by Viterbi training                             align      tied states of train and dev
+network    the LSTM, trained through the engine                     graph      language model, decoding graphs
+decode     hypotheses of every system, acoustic scale from dev      score      word error rates with intervals
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load_file
+
+from roundelay import config
+from roundelay.asr import publishers
+from roundelay.asr.align import Alignments, align_all
+from roundelay.asr.corpus import Corpus, Utterance, read_data_dir, write_data_dir
+from roundelay.asr.decode import choose_scale, decode_all
+from roundelay.asr.features import FeatureOptions, FeatureStore, extract
+from roundelay.asr.gmm_train import train_mono, train_tri
+from roundelay.asr.graph import Graph, build_graph
+from roundelay.asr.hmm import AlignmentModel
+from roundelay.asr.lexicon import Lexicon, pronounce
+from roundelay.asr.model import AcousticModel
+from roundelay.asr.ngram import estimate
+from roundelay.asr.score import paired, read_text, score, write_text
+from roundelay.asr.task import FrameTask
+from roundelay.errors import DataError, Interrupted, RoundelayError
+from roundelay.recipe.settings import Recipe, Source, section
+from roundelay.recipe.systems import SYSTEMS, graph_of, open_system, save_network
+
+Say = Callable[[str], None]
+TASK_FILE = "task.toml"
+
+
+@dataclass
+class Work:
+    """A recipe under way."""
+
+    recipe: Recipe
+    run: Path
+    jobs: int
+    say: Say
+    progress: str = "auto"
+
+    def corpus(self, name: str) -> Corpus:
+        return read_data_dir(self.run / "data" / name)
+
+    def store(self, name: str) -> FeatureStore:
+        return FeatureStore.open(self.run / "features" / name)
+
+    def lexicon(self) -> Lexicon:
+        return Lexicon.read(self.run / "data" / "lexicon.txt")
+
+    def sets(self) -> list[str]:
+        """The names of the test sets."""
+        return list(json.loads((self.run / "data" / "sets.json").read_text())["test"])
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def data(work: Work) -> None:
+    recipe, folder = work.recipe, fresh(work.run / "data")
+    sets: dict[str, list[Utterance]] = {"train": [], "dev": []}
+    several = len(recipe.sources) > 1
+    for source in recipe.sources:
+        name = source.name or source.kind
+        found = read_source(work, source)
+        if not found.get("test") and found.get("dev"):
+            found["test"] = found.pop("dev")  # as mini-LibriSpeech: what it calls dev is all there is to be tested on
+        if not found.get("dev"):
+            found["train"], found["dev"] = publishers.hold_out(found["train"], recipe.dev_share, recipe.seed)
+        for part, utterances in found.items():
+            kept = [u if not several else replace(u, id=f"{name}-{u.id}", speaker=f"{name}-{u.speaker}") for u in utterances]
+            sets.setdefault(part if part in ("train", "dev") or not several else name, []).extend(kept)
+    for part, utterances in sets.items():
+        write_data_dir(folder / part, utterances)
+        speakers = len({u.speaker for u in utterances})
+        work.say(f"  {part}: {len(utterances)} utterances, {speakers} speakers")
+    tests = [part for part in sets if part not in ("train", "dev")]
+    (folder / "sets.json").write_text(json.dumps({"test": tests}))
+    write_words(work, sets)
+
+
+def read_source(work: Work, source: Source) -> dict[str, list[Utterance]]:
+    root = Path(source.root) if source.root else None
+    if source.kind == "synth":
+        from roundelay.asr.synth.corpus import SynthOptions, synthesize
+
+        root = (root or work.run / "corpus").resolve()
+        options = section(SynthOptions, source.options, f"{work.recipe.folder.name}, source.options")
+        if not spoken_before(root, asdict(options)):
+            synthesize(root, options, jobs=work.jobs, progress=work.progress)
+        return {part: read_data_dir(root / part).utterances for part in ("train", "dev", "test")}
+    if root is None or not root.is_absolute():
+        beside = [Path(os.environ.get("ROUNDELAY_DATA", "../shared/data")), work.recipe.folder]
+        named = root or Path(source.kind)
+        root = next((folder / named for folder in beside if (folder / named).is_dir()), beside[0] / named)
+    return publishers.read(source.kind, root.resolve())
+
+
+def spoken_before(root: Path, options: dict[str, Any]) -> bool:
+    """Whether this very corpus is there already: synth.json is written last."""
+    about = root / "synth.json"
+    return about.exists() and json.loads(about.read_text())["options"] == json.loads(json.dumps(options))
+
+
+def write_words(work: Work, sets: dict[str, list[Utterance]]) -> None:
+    """lexicon.txt and lm.txt."""
+    recipe, folder = work.recipe, work.run / "data"
+    corpus = Path(recipe.sources[0].root) if recipe.sources[0].root else work.run / "corpus"
+    words = sorted({word for part in ("train", "dev") for u in sets[part] for word in u.words})
+    if recipe.words.lexicon == "corpus":
+        shutil.copy(corpus / "lexicon.txt", folder / "lexicon.txt")
+    elif recipe.words.lexicon == "espeak":
+        pronounce(words).write(folder / "lexicon.txt")
+    else:
+        Lexicon.read(recipe.folder / recipe.words.lexicon).write(folder / "lexicon.txt")
+    lexicon = work.lexicon()
+    if recipe.words.one_word:
+        lines = sorted(lexicon.entries)
+    elif recipe.words.text == "corpus":
+        lines = (corpus / "lm.txt").read_text().splitlines()
+    elif recipe.words.text == "train":
+        lines = [" ".join(u.words) for u in sets["train"]]
+    else:
+        lines = (recipe.folder / recipe.words.text).read_text().splitlines()
+    (folder / "lm.txt").write_text("".join(f"{line}\n" for line in lines))
+    missing = lexicon.missing(words)
+    if missing:
+        first = next(u for part in ("train", "dev") for u in sets[part] if missing[0] in u.words)
+        raise DataError(
+            f"{len(missing)} words of the transcripts have no pronunciation: {', '.join(missing[:8])}",
+            where=f"utterance {first.id}, {first.audio}",
+            do="add them to the lexicon, or let espeak-ng propose them: roundelay lexicon --help",
+        )
+
+
+# -- features and alignments -------------------------------------------------------------------------------------------
+
+
+def features(work: Work) -> None:
+    of = work.recipe.features
+    options = FeatureOptions(rate=of.rate, mels=of.mels, deltas=of.deltas, cmvn=of.cmvn)  # type: ignore[arg-type]
+    for name in ("train", "dev", *work.sets()):
+        folder = fresh(work.run / "features" / name)
+        store = extract(
+            work.corpus(name), folder, options, jobs=work.jobs, resample=of.resample, progress=work.progress
+        )  # fmt: skip
+        work.say(f"  {name}: {store.total_frames / 360_000:.2f} h")
+
+
+def mono(work: Work) -> None:
+    model = train_mono(
+        work.store("train"), work.corpus("train"), work.lexicon(), work.recipe.mono, jobs=work.jobs, say=indented(work)
+    )
+    model.save(fresh(work.run / "mono"))
+
+
+def tri(work: Work) -> None:
+    before = AlignmentModel.load(work.run / "mono")
+    model = train_tri(
+        before, work.store("train"), work.corpus("train"), work.lexicon(), work.recipe.tri, jobs=work.jobs, say=indented(work)
+    )
+    model.save(fresh(work.run / "tri"))
+
+
+def align(work: Work) -> None:
+    model = AlignmentModel.load(work.run / "tri")
+    for name in ("train", "dev"):
+        folder = fresh(work.run / "alignments" / name)
+        found = align_all(
+            model, work.store(name), work.corpus(name), work.lexicon(), folder, jobs=work.jobs, progress=work.progress
+        )
+        work.say(f"  {name}: {len(found.ids)} aligned, {len(found.skipped)} skipped")
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def network(work: Work) -> None:
+    folder = work.run / "network"
+    train_network(work, folder, work.recipe.train, work.run / "alignments", work.recipe.seed)
+    finish_network(work, folder, work.run / "lstm")
+
+
+def train_network(
+    work: Work, folder: Path, settings: dict[str, Any], alignments: Path, seed: int, features: dict[str, str] | None = None
+) -> None:
+    """Runs the engine; an interrupted run of the same settings goes on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = task_file(work, settings, alignments, seed, features)
+    file = folder / TASK_FILE
+    if not file.exists() or file.read_text() != text:
+        fresh(folder)
+        file.write_text(text)
+    command = [sys.executable, "-m", "roundelay", "train", str(file), f"run={json.dumps(str(folder))}", "resume=auto"]
+    ended = subprocess.run([*command, f"progress={work.progress}"], stdout=sys.stderr, check=False).returncode
+    if ended == Interrupted.exit_code:
+        raise Interrupted("training was stopped; its checkpoint is kept", where=str(folder), do="run the recipe again to go on")
+    if ended != 0:
+        raise RoundelayError(
+            f"training ended with exit code {ended}", where=str(folder), do="see the lines above, and log/ there"
+        )
+
+
+def task_file(work: Work, settings: dict[str, Any], alignments: Path, seed: int, features: dict[str, str] | None = None) -> str:
+    run = work.run.resolve()
+    of = features or {name: str(run / "features" / name) for name in ("train", "dev")}
+    options = {
+        "features": of["train"],
+        "alignments": str(alignments.resolve() / "train"),
+        "valid_features": of["dev"],
+        "valid_alignments": str(alignments.resolve() / "dev"),
+        "seed": seed,
+        **{k: v for k, v in asdict(work.recipe.network).items() if v is not None and k != "realign"},
+    }
+    wanted = {"task": "roundelay.asr.task:FrameTask", "seed": seed, **settings}
+    made = config.Settings(**wanted, task_options=options)
+    return config.dumps(made)
+
+
+def finish_network(work: Work, trained: Path, folder: Path) -> None:
+    """The averaged model of an engine run as a system."""
+    settings = config.load(trained / TASK_FILE).settings
+    task = FrameTask(**settings.task_options)
+    model = AcousticModel(task.shape)
+    model.load_state_dict(load_file(str(trained / "model.safetensors")))
+    counts = Alignments.open(Path(settings.task_options["alignments"])).counts()
+    about = {"strategy": settings.strategy, "learners": settings.learners, "epochs": settings.epochs, "samples": task.samples}
+    save_network(fresh(folder), model, counts, about)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def graph(work: Work) -> None:
+    lexicon = work.lexicon()
+    sentences = [line.split() for line in (work.run / "data" / "lm.txt").read_text().splitlines() if line.strip()]
+    lm = estimate(sentences, order=work.recipe.words.order, vocabulary=sorted(lexicon.entries))
+    lm.write_arpa(work.run / "lm.arpa")
+    found = {}
+    for name in work.sets():
+        text = [u.words for u in work.corpus(name).utterances]
+        found[name] = lm.perplexity(text)
+        work.say(f"  {name}: perplexity {found[name]:.1f}")
+    (work.run / "lm.json").write_text(json.dumps({"order": work.recipe.words.order, "perplexity": found}))
+    for system, folder in (("mono", "graph-mono"), ("tri", "graph-tri")):
+        if (work.run / system).is_dir():
+            build_graph(AlignmentModel.load(work.run / system), lexicon, lm, fresh(work.run / folder))
+
+
+def decode(work: Work) -> None:
+    for system in work.recipe.systems:
+        decode_system(work, work.run, system, work.run / "decode" / system)
+
+
+def decode_system(work: Work, run: Path, system: str, folder: Path) -> None:
+    """Acoustic scale on dev, then every test set."""
+    fresh(folder)
+    work.say(f"  {SYSTEMS[system]}")
+    made, graph_folder = open_system(run, system), work.run / graph_of(system)
+    dev, store = work.corpus("dev"), work.store("dev")
+    some = [u.id for u in dev.utterances if u.id in set(store.ids)]
+    some = some[:: max(1, len(some) // work.recipe.dev_utterances)]
+    refs = {name: dev.by_id[name].words for name in some}
+    options = replace(
+        work.recipe.decode, acoustic_scale=best_scale(work, graph_folder, partial(made.scores, store), refs, folder)
+    )
+    for name in work.sets():
+        test = work.store(name)
+        found = decode_all(graph_folder, partial(made.scores, test), test.ids, options, jobs=work.jobs, progress=work.progress)
+        write_text(folder / f"{name}.txt", {u: h.words for u, h in found.items()})
+
+
+def best_scale(
+    work: Work, graph: Path | Graph, scores: Callable[[str], np.ndarray], refs: dict[str, Any], folder: Path
+) -> float:
+    """The acoustic scale with the fewest errors on dev; kept in scale.json."""
+    choice = choose_scale(graph, scores, refs, work.recipe.decode, work.recipe.scales, jobs=work.jobs, progress=work.progress)
+    table = {f"{scale:g}": round(found.wer, 2) for scale, found in choice.scores.items()}
+    work.say(f"  acoustic scale {choice.scale:g}; dev " + ", ".join(f"{scale}: {wer:.1f} %" for scale, wer in table.items()))
+    (folder / "scale.json").write_text(json.dumps({"acoustic_scale": choice.scale, "dev_wer": table}))
+    return choice.scale
+
+
+def score_all(work: Work) -> dict[str, Any]:
+    """result.json"""
+    rows: list[dict[str, Any]] = []
+    comparisons: list[dict[str, Any]] = []
+    for name in work.sets():
+        corpus = work.corpus(name)
+        refs = {u.id: u.words for u in corpus.utterances}
+        speakers = {u.id: u.speaker for u in corpus.utterances}
+        hyps = {system: read_text(work.run / "decode" / system / f"{name}.txt") for system in work.recipe.systems}
+        for system in work.recipe.systems:
+            found = score(refs, hyps[system], speakers)
+            rows.append({"name": system, "set": name, **found.as_json(), "line": found.line()})
+        for worse, better in zip(work.recipe.systems, work.recipe.systems[1:], strict=False):
+            pair = paired(refs, hyps[worse], hyps[better], speakers)
+            comparisons.append({"set": name, "from": worse, "to": better, **rounded(asdict(pair))})
+    result = {"systems": rows, "paired": comparisons, "language_model": json.loads((work.run / "lm.json").read_text())}
+    (work.run / "result.json").write_text(json.dumps(result, indent=1))
+    return result
+
+
+def rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}
+
+
+def fresh(folder: Path) -> Path:
+    """An empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def indented(work: Work) -> Say:
+    return lambda text: work.say(f"  {text}")

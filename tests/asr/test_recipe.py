@@ -1,0 +1,182 @@
+"""A whole recipe in miniature, on real recordings: every stage, doing nothing twice, decoding, exporting."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import Jobs
+
+from roundelay import cli
+from roundelay.asr.corpus import read_data_dir, write_data_dir
+from roundelay.asr.kaldi import read_matrices
+from roundelay.recipe import settings
+from roundelay.recipe.runner import STAGES, fingerprint
+
+DATA = Path(os.environ.get("ROUNDELAY_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+DIGITS = DATA / "fsdd"
+RECIPES = Path(__file__).parents[2] / "recipes"
+needs_digits = pytest.mark.skipif(not DIGITS.is_dir(), reason="the recordings of fsdd are not here (ROUNDELAY_DATA)")
+
+RECIPE = """
+[[source]]
+kind = "kaldi"
+root = "{root}"
+[words]
+lexicon = "lexicon.txt"
+one_word = true
+[mono]
+passes = 10
+gaussians = 2
+[tri]
+leaves = 60
+passes = 6
+gaussians = 2
+[network]
+model = "tiny"
+hidden = 32
+margin = 5
+[train]
+strategy = "adpsgd"
+learners = 2
+batch = 8
+epochs = 6.0
+lr = 0.3
+clip = 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Jobs, Path]:
+    """The recipe, run once with the command."""
+    folder = tmp_path_factory.mktemp("recipe")
+    for part, takes in (("train", 8), ("test", 2)):
+        corpus = read_data_dir(DIGITS / part, root=DIGITS)
+        kept: dict[tuple[str, tuple[str, ...]], list] = {}
+        for u in corpus.utterances:
+            kept.setdefault((u.speaker, u.words), []).append(u)
+        chosen = [u for key, found in kept.items() if key[0] in ("jackson", "theo") for u in found[:takes]]
+        write_data_dir(folder / "data" / part, chosen)
+    recipe = folder / "mini"
+    recipe.mkdir()
+    (recipe / "recipe.toml").write_text(RECIPE.format(root=folder / "data"))
+    (recipe / "lexicon.txt").write_text((RECIPES / "digits" / "lexicon.txt").read_text())
+    jobs = Jobs(folder)
+    with jobs:
+        ended = jobs.run("run", str(recipe), f"run={folder / 'run'}", "--json", timeout_s=200).expect(0)
+    result = json.loads(ended.out)
+    assert result == json.loads((folder / "run" / "result.json").read_text())
+    return jobs, folder
+
+
+@needs_digits
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(240)
+def test_a_recipe_goes_from_recordings_to_word_error_rates(done: tuple[Jobs, Path]) -> None:
+    _, folder = done
+    result = json.loads((folder / "run" / "result.json").read_text())
+    assert [(r["name"], r["set"]) for r in result["systems"]] == [("mono", "test"), ("tri", "test"), ("lstm", "test")]
+    for r in result["systems"]:
+        assert 0 <= r["low"] <= r["wer"] <= r["high"]
+        assert (r["words"], r["speakers"]) == (40, 2)
+        assert r["wer"] < 40, "ten digits by known speakers: guessing gives 90"
+        assert r["line"].startswith("%WER ")
+
+
+@needs_digits
+@pytest.mark.timeout(240)
+def test_what_is_done_is_not_done_again(done: tuple[Jobs, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    _, folder = done
+    before = (folder / "run" / "lstm" / "model.safetensors").stat().st_mtime_ns
+    assert cli.main(["run", str(folder / "mini"), f"run={folder / 'run'}"]) == 0
+    told = capsys.readouterr()
+    assert [line for line in told.err.splitlines() if "done before" in line] == [f"{s.name}: done before" for s in STAGES]
+    assert "lstm" in told.out
+    assert (folder / "run" / "lstm" / "model.safetensors").stat().st_mtime_ns == before
+
+
+@needs_digits
+@pytest.mark.timeout(240)
+def test_a_run_directory_is_all_that_decoding_needs(done: tuple[Jobs, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    _, folder = done
+    run, data = str(folder / "run"), str(folder / "data" / "test")
+    hypotheses = folder / "hyp.txt"
+    assert cli.main(["decode", run, "--data", data, "--jobs", "1", "--out", str(hypotheses), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    known = json.loads((folder / "run" / "result.json").read_text())["systems"][2]
+    assert told["wer"] == known["wer"]
+    assert cli.main(["score", f"{data}/text", str(hypotheses), "--utt2spk", f"{data}/utt2spk", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["wer"] == known["wer"]
+
+    other = folder / "other.txt"
+    other.write_text((folder / "mini" / "lexicon.txt").read_text().replace("NINE N AY N", "NINE N IY N"))
+    assert cli.main(["decode", run, "--data", data, "--lexicon", str(other)]) == 3
+    assert "lexicon" in capsys.readouterr().err
+    assert cli.main(["decode", str(folder / "nowhere"), "--data", data]) == 3
+    assert "no such run directory" in capsys.readouterr().err
+
+
+@needs_digits
+@pytest.mark.timeout(240)
+def test_alignments_and_exports(done: tuple[Jobs, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    _, folder = done
+    run, data = str(folder / "run"), str(folder / "data" / "test")
+    for system in ("tri", "lstm"):
+        out = folder / f"aligned-{system}"
+        assert cli.main(["align", run, "--data", data, "--out", str(out), "--system", system, "--jobs", "1"]) == 0
+        assert len((out / "words.ctm").read_text().splitlines()) >= 36
+    out = folder / "exported"
+    assert cli.main(["export", run, str(out), "--posteriors", data, "--jobs", "1"]) == 0
+    assert "word error rate, test" in (out / "README.md").read_text()
+    posteriors = read_matrices(out / "post.scp")
+    assert len(posteriors) == 40
+    first = posteriors[next(iter(posteriors))]
+    np.testing.assert_allclose(np.exp(first).sum(1), 1.0, atol=1e-4)
+    capsys.readouterr()
+
+
+# ------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("name", [p.parent.name for p in sorted(RECIPES.glob("*/recipe.toml"))])
+def test_every_recipe_can_be_read(name: str) -> None:
+    recipe = settings.load(RECIPES / name)
+    assert recipe.title
+    assert recipe.train["epochs"] > 0
+
+
+def test_a_change_of_settings_reaches_the_stages_behind_it_and_no_other() -> None:
+    def prints(*overrides: str) -> list[str]:
+        recipe, before, found = settings.load(RECIPES / "digits", list(overrides)), "", []
+        for stage in STAGES:
+            before = fingerprint(recipe, stage, before)
+            found.append(before)
+        return found
+
+    names = [stage.name for stage in STAGES]
+    plain, other = prints(), prints("tri.leaves=77")
+    changed = [name for name, a, b in zip(names, plain, other, strict=True) if a != b]
+    assert changed == names[names.index("tri") :]
+    assert prints() == plain
+
+
+def test_mistakes_in_a_recipe_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recipe.toml"
+
+    def told(text: str, *overrides: str) -> str:
+        file.write_text(text)
+        assert cli.main(["run", str(tmp_path), f"run={tmp_path / 'run'}", *overrides]) in (2, 3)
+        return capsys.readouterr().err
+
+    assert "names no corpus" in told('title = "x"')
+    assert "did you mean 'features'" in told("[feature]\nrate = 8000")
+    assert "did you mean 'leaves'" in told('[[source]]\nkind = "fsdd"\n[tri]\nleavs = 5')
+    assert "not valid TOML" in told("[")
+    assert "is not key=value" in told('[[source]]\nkind = "fsdd"', "train")
+    assert "the corpus is not there" in told('[[source]]\nkind = "fsdd"\nroot = "/nowhere"')
+    assert cli.main(["run", str(tmp_path / "none")]) == 2
+    assert "there is no recipe" in capsys.readouterr().err
