@@ -1,27 +1,15 @@
-"""The command line: parses, builds, calls."""
+"""The command line: parses and calls. What a command needs is imported when it is called: `--help` answers at once."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import roundelay
-from roundelay import config, strategy, topology
-from roundelay.errors import RoundelayError, UsageError
+from roundelay.errors import RoundelayError
 from roundelay.recipe import commands as speech
-from roundelay.train.launch import start_learners
-from roundelay.train.learner import build_strategy
-from roundelay.train.loop import Plan, train
-from roundelay.train.place import WIRES, alone, check_wire, from_environment, under_launcher
-from roundelay.train.pool import run_threads
 
 EPILOG = {
     "train": """examples:
@@ -107,160 +95,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-# -- train -------------------------------------------------------------------------------------------------------------
-
-
 def run_train(args: argparse.Namespace) -> int:
-    resolved = config.load(args.file, args.overrides)
-    settings = resolved.settings
-    config.search_beside(resolved)
-    check_wire(settings.wire)
-    made = build_strategy(config.engine(settings))
-    topology.topology(settings.topology)
-    if under_launcher():
-        return _run_rank(resolved, args.json)
-    run = Path(settings.run) if settings.run else _fresh_run(args.file, settings.strategy)
-    task = config.build_task(resolved)  # mistakes show before anything is started
-    if settings.learners == 1 or settings.wire == "inproc":
-        _write_config(run, resolved)
-        return _run_threads(task, resolved, run, args.json)
-    _write_config(run, resolved)
-    here = f"run={json.dumps(str(run), ensure_ascii=False)}"
-    command = [sys.executable, "-m", "roundelay", "train", args.file, *args.overrides, here]
-    if args.json:
-        command.append("--json")
-    return start_learners(
-        command,
-        settings.learners,
-        host="127.0.0.1" if settings.host == "auto" else settings.host,
-        port=settings.port,
-        run=run,
-        survives_death=made.traits.survives_death,
-    )
+    from roundelay import verbs
 
-
-def _fresh_run(file: str, strategy_name: str) -> Path:
-    stem = f"{Path(file).stem}-{strategy_name.replace('(', '-').replace(')', '').replace(':', '.')}"
-    number = 1
-    while (Path("runs") / f"{stem}-{number}").exists():
-        number += 1
-    return Path("runs") / f"{stem}-{number}"
-
-
-def _write_config(run: Path, resolved: config.Resolved) -> None:
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        (run / "config.toml").write_text(config.dumps(resolved.settings), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"cannot write the run directory: {error.strerror}", where=f"run={run}", do="choose another run=…"
-        ) from error
-
-
-def plan_of(settings: config.Settings, run: Path | None) -> Plan:
-    return Plan(
-        epochs=settings.epochs,
-        batch=settings.batch,
-        optimizer=settings.optimizer,
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        run=run,
-        resume=settings.resume,
-        save_every_epochs=settings.save_every_epochs,
-        evaluate=settings.evaluate,
-        keep=settings.keep,
-        progress=settings.progress,
-    )
-
-
-def _run_rank(resolved: config.Resolved, as_json: bool) -> int:
-    """This process is one rank of a launched job."""
-    settings = resolved.settings
-    _one_thread_per_learner()
-    options = config.engine(settings)
-    agreed = {
-        k: getattr(settings, k)
-        for k in ("task", "strategy", "strategy_options", "topology", "wire", "epochs", "lr", "seed", "exact")
-    }
-    place = from_environment(
-        wire=settings.wire, host=settings.host, timeout_s=settings.timeout_s, device=settings.device,
-        machines=settings.machines, digest=agreed,
-    )  # fmt: skip
-    run = Path(settings.run) if settings.run else None
-    if run is not None and place.rank == 0 and not (run / "config.toml").exists():
-        _write_config(run, resolved)
-    result = train(config.build_task(resolved), place, options, plan_of(settings, run))
-    if place.rank == min(place.net.living()):
-        _show(result, run, as_json)
-    return 0
-
-
-def _run_threads(task: Any, resolved: config.Resolved, run: Path, as_json: bool) -> int:
-    settings = resolved.settings
-    options, plan = config.engine(settings), plan_of(settings, run)
-    if settings.learners == 1:
-        _one_thread_per_learner()
-        result = train(task, alone(settings.device), options, plan)
-    else:
-        results = run_threads(
-            lambda place: train(task, place, options, plan), size=settings.learners, machines=settings.machines,
-            timeout_s=threading.TIMEOUT_MAX,
-        )  # fmt: skip
-        result = results[0]
-    _show(result, run, as_json)
-    return 0
-
-
-def _one_thread_per_learner() -> None:
-    import torch
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-
-
-def _show(result: dict[str, Any], run: Path | None, as_json: bool) -> None:
-    figures = result.get("figures") or {}
-    if as_json:
-        print(json.dumps({"run": str(run) if run else None, **result}), flush=True)
-        return
-    ranks = result.get("ranks", {})
-    rate = sum(r["samples_per_s"] for r in ranks.values()) if ranks else result["samples_per_s"]
-    held_out = "  ".join(f"{k} {v:.4f}" for k, v in figures.items())
-    print(f"done: {held_out}  {rate:.0f} samples/s" + (f"  run: {run}" if run else ""), flush=True)
-
-
-# -- list, config, demo, bench -----------------------------------------------------------------------------------------
+    return verbs.run_train(args)
 
 
 def run_list(args: argparse.Namespace) -> int:
-    if args.what == "strategies":
-        found: dict[str, Any] = {name: strategy.describe(name) for name in strategy.STRATEGIES}
-        lines = [f"{name:<14} {d['equation']}\n{'':<14} {d['use']}" for name, d in found.items()]
-    elif args.what == "topologies":
-        found = {name: topology.describe(name, args.size) for name in topology.TOPOLOGIES}
-        lines = [f"{name:<14} {d['description']}  (gap {d['gap']:.4f} at {args.size} learners)" for name, d in found.items()]
-    elif args.what == "models":
-        from roundelay.asr.model import PRESETS
+    from roundelay import verbs
 
-        found = {name: {"parameters": shape.parameters, **asdict(shape), "use": use} for name, (shape, use) in PRESETS.items()}
-        lines = [f"{name:<14} {d['parameters']:>11,} parameters  {d['use']}" for name, d in found.items()]
-    else:
-        found = dict(WIRES)
-        lines = [f"{name:<14} {text}" for name, text in found.items()]
-    print(json.dumps(found, indent=1) if args.json else "\n".join(lines))
-    return 0
+    return verbs.run_list(args)
 
 
 def run_config(args: argparse.Namespace) -> int:
-    resolved = config.load(args.file, args.overrides)
-    config.search_beside(resolved)
-    build_strategy(config.engine(resolved.settings))
-    if args.json:
-        rows = {k: {"value": getattr(resolved.settings, k), "from": o} for k, o in resolved.origin.items()}
-        print(json.dumps(rows, indent=1))
-    else:
-        print(config.explain(resolved))
-    return 0
+    from roundelay import verbs
+
+    return verbs.run_config(args)
 
 
 def run_demo(args: argparse.Namespace) -> int:

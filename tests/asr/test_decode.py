@@ -20,13 +20,15 @@ from roundelay.asr.score import score
 from roundelay.errors import DataError, UsageError
 
 EXACT = DecodeOptions(beam=1000.0, max_active=1_000_000, acoustic_scale=1.0)
+# Some sound alike (y, z), and some begin others, so that one string of phones has two readings (v x and w).
 ENTRIES: Entries = {
     "x": [(("A",), 1.0)],
     "y": [(("A", "B"), 0.7), (("B",), 0.3)],
     "z": [(("B",), 1.0)],
+    "v": [(("K",), 1.0)],
     "w": [(("K", "A"), 1.0)],
 }
-TEXT = [["x", "y"], ["z", "w"], ["x", "z", "z"], ["y"]]
+TEXT = [["x", "y"], ["z", "w"], ["x", "z", "z"], ["y"], ["v", "x"]]
 # Costs are rounded to 1/1024 twice when states are merged: half of that for each arc of a path, of which there are some twenty.
 ROUNDING = 0.02
 

@@ -53,15 +53,16 @@ def _search(scores, column, stay, leave, first, source, weight, start, final, ba
             until[j] = 0
         for a in range(first[j], first[j + 1]):
             until[source[a]] = min(until[source[a]], until[j] + 1)
+    for j in range(states - 2, -1, -1):
+        since[j] = min(since[j], since[j + 1])  # from here on: to this state or a later one, so that it never falls
     best = np.empty(states)
     for j in range(states):
         best[j] = start[j] + scores[0, column[j]]
     lowest, highest = 0, 0
     for t in range(1, frames):
         # States above `highest` cannot be reached yet, states below `lowest` can no longer reach an end.
-        for j in range(highest + 1, states):
-            if since[j] <= t:
-                highest = j
+        while highest + 1 < states and since[highest + 1] <= t:
+            highest += 1
         before = lowest
         while lowest < states - 1 and until[lowest] > frames - 1 - t:
             lowest += 1
