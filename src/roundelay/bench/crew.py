@@ -17,7 +17,7 @@ from roundelay.bench.namespaces import CARD, Machines
 from roundelay.errors import PeerLost
 
 PORT = 29500
-START_S = 60.0
+START_S = 120.0
 
 
 class Crew:

@@ -78,6 +78,7 @@ def row(crew: Crew, entry: Entry, case: str, best: Outcome, target: float) -> di
         "samples_per_s": round(best.samples / best.seconds, 2),
         "sent_bytes": best.sent_bytes,
         "bytes_per_gradient": round(sum(best.sent_bytes) / steps),
+        "bytes_to_loss": round(sum(best.sent_bytes) * (best.samples_to_loss or best.samples) / best.samples),
         "meetings_of_a_machine": crossings,
         "models_per_machine_and_meeting": [
             round(sent / model / met, 3) for sent, met in zip(best.sent_bytes, crossings, strict=True) if met

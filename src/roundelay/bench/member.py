@@ -27,6 +27,7 @@ import torch
 from roundelay.bench import overhead
 from roundelay.bench.contestants import Entry, Runner, leave_torch
 from roundelay.bench.namespaces import end_with_parent
+from roundelay.core import kernels
 from roundelay.core.task import Task
 from roundelay.errors import DataError, PeerLost
 from roundelay.train.learner import Learner
@@ -121,6 +122,10 @@ class Member:
         self._store = join(address, port, TIMEOUT_S)
         self.module = self.task.build()
         self.parameters = sum(p.numel() for p in self.module.parameters())
+        # What is slow the first time is done now: a learner that came late to its first run would be no match for the others.
+        kernels.warm(torch.float32)
+        self.task.batch(0, 0, 1)
+        self.task.evaluate(self.module.eval(), 0, 64)
 
     def album(self) -> Album:
         return Album(self.folder / f"{self.rank}", self.parameters)
