@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import kaldifst
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 
 from roundelay.asr.decode import DecodeOptions, Decoder, _middle_of_best, choose_scale, decode_all
 from roundelay.asr.fst import arrays_of, read_fst, write_arrays
-from roundelay.asr.graph import Graph, build_graph, own_graph
+from roundelay.asr.gmm import Gmm
+from roundelay.asr.graph import Graph, build_graph, load_graph, own_graph
+from roundelay.asr.hmm import AlignmentModel
 from roundelay.asr.kaldi import write_matrices
+from roundelay.asr.lexicon import Lexicon
 from roundelay.asr.ngram import estimate
 from roundelay.asr.score import score
 from roundelay.errors import DataError, UsageError
@@ -75,6 +79,32 @@ def test_the_n_best_sentences_are_those_of_exhaustive_search(
     for hypothesis, (value, _) in zip(found, listed, strict=False):
         assert hypothesis.score == pytest.approx(value, abs=ROUNDING)
         assert values[hypothesis.words] == pytest.approx(hypothesis.score, abs=ROUNDING)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_aligner_gives_the_decoded_words_the_score_of_the_decoder(tmp_path: Path, seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    table = dice.integers(0, 9, size=(4, 4, 4, 2)).astype(np.int32)
+    table[:, 0] = table[:1, 0, :1]
+    model = AlignmentModel(
+        ["SIL", "A", "B", "K"],
+        table,
+        dice.uniform(0.1, 0.9, 9),
+        Gmm.single(np.zeros((9, 1)), np.ones((9, 1))),
+        states_per_phone=2,
+        silence_states=1,
+        silence_probability=0.3,
+    )
+    lexicon, language = Lexicon(ENTRIES), estimate(TEXT, 2)
+    scores = dice.normal(0.0, 3.0, size=(60, 9)).astype(np.float32)
+    build_graph(model, lexicon, language, tmp_path)
+    load_graph(tmp_path, lexicon=lexicon, model=model)
+    found = Decoder(tmp_path, EXACT).decode(scores)
+    aligned = model.align_scores(scores, found.words, lexicon)
+    language_score = language.sentence_log10(found.words) * math.log(10)
+    assert len(found.words) > 3
+    # Rounding as above, on a path of 60 frames.
+    assert found.score == pytest.approx(len(scores) * aligned.score + language_score, abs=0.06)
 
 
 # ---------------------------------------------------------------------------------------------- a recipe's size

@@ -92,6 +92,7 @@ def _member(pipe: Connection, rank: int, port: int, machine: str) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     server = join("127.0.0.1", port, 60.0)
+    frozen = False
     while True:
         try:
             job, args, number, size, wire, machines = pipe.recv()
@@ -119,6 +120,9 @@ def _member(pipe: Connection, rank: int, port: int, machine: str) -> None:
                 place.close()
             del job, args, place
             gc.collect()  # learners are full of cycles, and a model is few objects but many bytes
+            if not frozen:  # what torch and numba have built stays: to look through it every time takes longer than most jobs
+                gc.freeze()
+                frozen = True
 
 
 def run_threads(job: Job, *args: Any, size: int, machines: int = 0, timeout_s: float = 60.0) -> list[Any]:
