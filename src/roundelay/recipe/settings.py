@@ -60,8 +60,6 @@ class Network:
     hidden: int | None = None
     bottleneck: int | None = None
     dropout: float | None = None
-    realign: int = 0
-    """How often the network aligns the training set anew and training starts over."""
 
 
 @dataclass(frozen=True)

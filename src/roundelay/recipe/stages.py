@@ -225,7 +225,7 @@ def task_file(work: Work, settings: dict[str, Any], alignments: Path, seed: int,
         "valid_features": of["dev"],
         "valid_alignments": str(alignments.resolve() / "dev"),
         "seed": seed,
-        **{k: v for k, v in asdict(work.recipe.network).items() if v is not None and k != "realign"},
+        **{k: v for k, v in asdict(work.recipe.network).items() if v is not None},
     }
     wanted = {"task": "roundelay.asr.task:FrameTask", "seed": seed, **settings}
     made = config.Settings(**wanted, task_options=options)
