@@ -130,6 +130,7 @@ class Frames:
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return frame_loss(module, batch)
 
+    @torch.no_grad()
     def evaluate(self, module: nn.Module, part: int, parts: int) -> dict[str, tuple[float, float]]:
         """loss: mean cross-entropy per held-out frame; accuracy: share of frames whose state is found."""
         x, y = (t[part::parts] for t in self._said(self.held_out, HELD_OUT))
@@ -182,6 +183,7 @@ class Blstm:
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return frame_loss(module, batch)
 
+    @torch.no_grad()
     def evaluate(self, module: nn.Module, part: int, parts: int) -> dict[str, tuple[float, float]]:
         x, y = (t[:16][part::parts] for t in noise_pool(self.pool))
         return {"loss": (float(frame_loss(module, (x, y), "sum")) if len(y) else 0.0, float(y.numel()))}

@@ -63,6 +63,11 @@ class Flat:
         for slot in self.slots:
             slot.parameter.data = self.phi[slot.start : slot.stop].view_as(slot.parameter)
 
+    def live_in(self, memory: Tensor) -> None:
+        """The parameters move into this memory, with their values."""
+        self.phi = memory.copy_(self.phi)
+        self._tie()
+
     def clear_gradients(self) -> None:
         for slot in self.slots:
             slot.parameter.grad = None

@@ -91,6 +91,22 @@ class Roll(Protocol):
         """Somebody noticed that a rank is gone."""
 
 
+class Huddle(Protocol):
+    """The learners of one machine around their first. Hand-outs and sums alternate; between two hand-outs every part of the
+    vector is added up once, in the same parts and order by all."""
+
+    @property
+    def slot(self) -> Tensor | None:
+        """Where this member's vector costs no copy: the first one's weights, the others' gradients. None: anywhere."""
+
+    def hand_out(self, x: Tensor) -> None:
+        """Rendezvous: x of every member becomes that of the first, who leaves it alone until the sum is there."""
+
+    def add_up(self, x: Tensor) -> Pending:
+        """Rendezvous: the first one's x, a part of a whole vector, becomes the sum over all members; what the others' becomes
+        is not said."""
+
+
 class Net(Protocol):
     """One member's view of a group of learners."""
 
@@ -121,6 +137,9 @@ class Net(Protocol):
 
     def cast(self, x: Tensor) -> None:
         """Rendezvous: x of every member becomes that of member 0."""
+
+    def huddle(self, like: Tensor) -> Huddle:
+        """Rendezvous: what a machine's learners need to be one worker, for vectors of this length and type."""
 
     def publish(self, vector: Tensor) -> Published:
         """Rendezvous: a published copy of the vector."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from roundelay.core.buckets import Buckets
 from roundelay.core.flat import Flat
 from roundelay.core.lazy import Displacement, Gradient, Vector, solid
-from roundelay.core.net import Gossip, Matching, Net, Pending, Published
+from roundelay.core.net import Gossip, Huddle, Matching, Net, Pending, Published
 
 
 class LocalOptimizer(Protocol):
@@ -103,6 +103,9 @@ class Worker:
         self.net, self.flat, self.optimizer, self.topologies, self.clock = net, flat, optimizer, topologies, clock
         self.exact = exact
         self.node = node if node is not None and node.size > 1 else None
+        self._huddle = self.node.huddle(flat.phi) if self.node is not None else None
+        if self._huddle is not None and self._huddle.slot is not None and self.leads:
+            flat.live_in(self._huddle.slot)
         self.k = 0
         self.share = Share(0, 0, 0)
         self.meter = Meter()
@@ -176,6 +179,8 @@ class Worker:
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
+        if self._huddle is not None and self._huddle.slot is not None and self.leads:
+            self.flat.live_in(torch.empty_like(self.flat.phi))
 
     @contextmanager
     def spent(self, what: str) -> Iterator[None]:
@@ -207,21 +212,17 @@ class Worker:
         share = self.share.samples * self.size / max(self.share.round_samples, 1) if self._weighs_steps else 1.0
         with self.spent("compute"):
             self.read()
-        if self.node is None:
+        if self._huddle is None:
             with self.spent("compute"):
                 self._run()
             return Gradient(self._gather, self.share.samples, share, in_parameters=True)
-        with self.spent("comm"):
-            self.node.cast(self.flat.phi)
-        g = self._reduced_gradient(self.node, self.share.own / max(self.share.samples, 1))
+        g = self._machine_gradient(self._huddle)
         return Gradient(lambda: g, self.share.samples, share)
 
     def follow(self) -> None:
         """One step of a machine's other members: a gradient at the first one's w, handed to it."""
-        assert self.node is not None
-        with self.spent("comm"):
-            self.node.cast(self.flat.phi)
-        self._reduced_gradient(self.node, self.share.own / max(self.share.samples, 1))
+        assert self._huddle is not None
+        self._machine_gradient(self._huddle)
 
     def mean_grad(self) -> Gradient:
         """The sample-weighted mean of everybody's gradient; buckets of it travel while backward goes on."""
@@ -233,7 +234,8 @@ class Worker:
             mean = self.mean(g, weight=float(g.samples))
         else:
             self.read()
-            mean = self._reduced_gradient(self.net, self.share.own / max(self.share.round_samples, 1))
+            weight = self.share.own / max(self.share.round_samples, 1)
+            mean = self._reduced_gradient(self.net, self.net.reduce_in_place, weight)
         return Gradient(lambda: mean, self.share.round_samples, 1.0)
 
     def _run(self) -> None:
@@ -249,8 +251,17 @@ class Worker:
             self._g = torch.empty_like(self.flat.phi)
         return self.flat.gather(self._g)
 
-    def _reduced_gradient(self, net: Net, weight: float) -> Tensor:
+    def _machine_gradient(self, huddle: Huddle) -> Tensor:
+        """The sample-weighted mean over the machine's members at the first one's w; only the first has it."""
+        assert self.node is not None
+        with self.spent("comm"):
+            huddle.hand_out(self.flat.phi)
+        return self._reduced_gradient(self.node, huddle.add_up, self.share.own / max(self.share.samples, 1))
+
+    def _reduced_gradient(self, net: Net, add_up: Callable[[Tensor], Pending], weight: float) -> Tensor:
         """sum over the members of net of weight * gradient."""
+        if self._g is None and self._huddle is not None and not self.leads:
+            self._g = self._huddle.slot
         if self._g is None:
             self._g = torch.empty_like(self.flat.phi)
         if self.exact:
@@ -259,7 +270,7 @@ class Worker:
             with self.spent("comm"):
                 return net.start_mean(self._gather().mul_(weight), None, True).wait().mul_(net.size)
         if self._buckets is None:
-            self._buckets = Buckets(self.flat, net.reduce_in_place)
+            self._buckets = Buckets(self.flat, add_up)
         with self.spent("compute"), self._buckets.travelling(self._g, weight):
             self._run()
         with self.spent("comm"):

@@ -19,6 +19,7 @@ from roundelay.errors import PeerLost
 from roundelay.wire.agent import Agent
 from roundelay.wire.board import MemoryBoard, OnBoard
 from roundelay.wire.group import Meetings, Roll
+from roundelay.wire.huddle import ByCollectives
 from roundelay.wire.store import LocalStore
 
 
@@ -169,6 +170,9 @@ class InprocNet:
         result = self._rendezvous(x, lambda brought: brought[0].clone())()
         if self.rank != 0:
             x.copy_(result)
+
+    def huddle(self, like: Tensor) -> ByCollectives:
+        return ByCollectives(self)
 
     def publish(self, vector: Tensor) -> Published:
         kernels.warm(vector.dtype)

@@ -15,7 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,41 @@ from roundelay.wire.board import DONE, ENTERED, HEADER_SLOTS, drain, nudge
 PAGE = 4096
 
 
+def wait_for(store: Store, key: str, timeout_s: float, rank: int, enough: Callable[[str], bool] = bool) -> str:
+    """What the store holds under this key, once there is something and it is enough."""
+    deadline = time.monotonic() + timeout_s
+    while (found := store.get(key)) is None or not enough(found):
+        if time.monotonic() > deadline:
+            raise PeerLost(
+                f"the learners of this machine did not all come to share memory in {timeout_s:.0f} s",
+                where=f"rank {rank}, waiting for {key}",
+                do="look at the logs of the other ranks of this machine; raise timeout_s if they start slowly",
+            )
+        time.sleep(0.005)
+    return found
+
+
+def shared_folder(store: Store, name: str, rank: int, makes_it: bool, timeout_s: float) -> Path:
+    """A folder on the memory file system that all of `name` know; one of them makes it."""
+    if makes_it:
+        root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        store.set(f"{name}/folder", tempfile.mkdtemp(prefix="roundelay-", dir=root))
+    return Path(wait_for(store, f"{name}/folder", timeout_s, rank))
+
+
+def allocate(path: Path, nbytes: int, rank: int) -> None:
+    """A file of that size whose memory is really there: a full memory file system is an error now, not a SIGBUS later."""
+    with open(path, "wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            raise UsageError(
+                f"shared memory is full: {nbytes / 1e6:.0f} MB more are needed ({error.strerror})",
+                where=f"rank {rank}, {path.parent.parent}",
+                do="enlarge the memory file system (in a container: --shm-size), or set wire=torchdist",
+            ) from error
+
+
 class ShmBoard:
     """The board of one machine; `here` are its members, `vector` what this one publishes."""
 
@@ -42,18 +77,10 @@ class ShmBoard:
         self._files: dict[int, int] = {}
         self._living: dict[int, int] = {}
         self._wake: dict[int, socket.socket] = {}
-        folder = self._folder(store, name)
+        folder = shared_folder(store, name, rank, rank == min(self.here), timeout_s)
         nbytes = PAGE + vector.numel() * vector.element_size()
         mine = folder / f"w-{rank}"
-        with open(mine, "wb") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            except OSError as error:
-                raise UsageError(
-                    f"shared memory is full: {nbytes / 1e6:.0f} MB more are needed ({error.strerror})",
-                    where=f"rank {rank}, {folder.parent}",
-                    do="enlarge the memory file system (in a container: --shm-size), or set wire=torchdist",
-                ) from error
+        allocate(mine, nbytes, rank)
         self._alive = os.open(folder / f"alive-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._alive, fcntl.LOCK_EX)
         self._receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -75,30 +102,9 @@ class ShmBoard:
         if rank == min(self.here):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _folder(self, store: Store, name: str) -> Path:
-        key = f"{name}/folder"
-        if self.rank == min(self.here):
-            root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            store.set(key, tempfile.mkdtemp(prefix="roundelay-", dir=root))
-        deadline = time.monotonic() + self._timeout_s
-        while (found := store.get(key)) is None:
-            self._patience(deadline, "the folder of shared memory")
-        return Path(found)
-
     def _meet(self, store: Store, key: str) -> None:
         store.add(key, 1)
-        deadline = time.monotonic() + self._timeout_s
-        while int(store.get(key) or 0) < len(self.here):
-            self._patience(deadline, key)
-
-    def _patience(self, deadline: float, what: str) -> None:
-        if time.monotonic() > deadline:
-            raise PeerLost(
-                f"the learners of this machine did not all come to share memory in {self._timeout_s:.0f} s",
-                where=f"rank {self.rank}, waiting for {what}",
-                do="look at the logs of the other ranks of this machine; raise timeout_s if they start slowly",
-            )
-        time.sleep(0.005)
+        wait_for(store, key, self._timeout_s, self.rank, lambda come: int(come) >= len(self.here))
 
     def _map(self, rank: int, path: Path, like: Tensor) -> None:
         self._files[rank] = os.open(path, os.O_RDWR)

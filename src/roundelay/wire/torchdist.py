@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from roundelay.core import kernels
-from roundelay.core.net import Matching, Published
+from roundelay.core.net import Huddle, Matching, Published
 from roundelay.errors import PeerLost
 from roundelay.wire.agent import Agent, bytes_of
 from roundelay.wire.board import Board, MemoryBoard, OnBoard
 from roundelay.wire.group import Meetings, Roll
+from roundelay.wire.huddle import ByCollectives, SharedHuddle
 from roundelay.wire.link import Caller, connect, listen
 from roundelay.wire.shm import ShmBoard
 from roundelay.wire.store import JobStore
@@ -76,6 +77,7 @@ class ProcessNet:
         self._group = self._make_group()
         self._board: Board | None = None
         self._agent: Agent | None = None
+        self._huddle: SharedHuddle | None = None
         self._callers: dict[int, Caller] = {}
         self._bytes = 0
         self._token = b""
@@ -96,7 +98,7 @@ class ProcessNet:
         """Runs a rendezvous; where it fails, says who was lost."""
         try:
             return wait()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self.roll.explain(error, self.ranks, self.ranks[self.rank]) from error
 
     def living(self) -> list[int]:
@@ -173,6 +175,15 @@ class ProcessNet:
             options.rootRank, options.rootTensor = 0, 0
             self.patiently(lambda: self._group.broadcast([x], options).wait())
             self._bytes += x.numel() * x.element_size() if self.rank == 0 else 0
+
+    def huddle(self, like: Tensor) -> Huddle:
+        together = self.share_memory and len(set(self.machines)) == 1 and self.device.type == "cpu"
+        if self.size == 1 or not together:
+            return ByCollectives(self)
+        self._huddle = SharedHuddle(
+            self.rank, self.size, like, self.store, f"{self.name}/huddle", self.timeout_s, self.patiently
+        )
+        return self._huddle
 
     # -- one-sided -------------------------------------------------------------------------------------------------
 
@@ -282,6 +293,8 @@ class ProcessNet:
         return self._bytes + (self._agent.sent_bytes if self._agent is not None else 0)
 
     def close(self) -> None:
+        if self._huddle is not None:
+            self._huddle.close()
         callers, self._callers = self._callers, {}
         for caller in callers.values():
             caller.close()
