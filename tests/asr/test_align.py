@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from toy_speech import LEXICON, Toy, ToyLexicon, toy
 
+from roundelay.asr import times
 from roundelay.asr.align import Alignments, MonoOptions, TriOptions, align_all, train_mono, train_tri, write_states
 from roundelay.asr.corpus import Corpus, Utterance, read_data_dir
 from roundelay.asr.features import FeatureOptions, extract
-from roundelay.asr.hmm import AlignmentModel
+from roundelay.asr.hmm import AlignmentModel, seconds
 from roundelay.asr.shards import Block
 from roundelay.errors import DataError
 
@@ -205,6 +206,28 @@ def test_alignments_come_back_from_their_folder(speech: Toy, mono: AlignmentMode
         np.add.at(total, expected.pdfs, 1)
     np.testing.assert_array_equal(found.counts(), total)
     assert found.num_pdfs == mono.num_pdfs
+
+
+def test_offsets_of_word_starts_are_measured(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
+    made = align_all(mono, speech, speech.corpus, Lexicon, tmp_path / "ali", progress="none")  # type: ignore[arg-type]
+    late = 0.03
+    lines = [
+        f"{id} {word} {seconds(first) - late:.4f} {seconds(end):.4f}\n"
+        for id in made.ids
+        for word, first, end in made.words(id)
+    ]
+    (tmp_path / times.FILE).write_text("".join(lines))
+    found = times.compare(made, times.read_word_times(tmp_path / times.FILE))
+    assert (found.words, found.within_100_ms, found.first_words_within_100_ms) == (len(lines), 1.0, 1.0)
+    assert found.median_ms == pytest.approx(1e3 * late, abs=0.1)
+    lines[0] = lines[0].replace(f"{seconds(made.words(made.ids[0])[0][1]) - late:.4f}", "-5")
+    (tmp_path / times.FILE).write_text("".join(lines))
+    found = times.compare(made, times.read_word_times(tmp_path / times.FILE))
+    assert found.within_100_ms == pytest.approx(1 - 1 / len(lines))
+    assert found.first_words_within_100_ms == pytest.approx(1 - 1 / len(made.ids))
+    (tmp_path / times.FILE).write_text("toy-0000 A 0.1\n")
+    with pytest.raises(DataError, match=r"not 'utterance word start end'[\s\S]*line 1"):
+        times.read_word_times(tmp_path / times.FILE)
 
 
 def test_scores_from_elsewhere_align_as_well(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:

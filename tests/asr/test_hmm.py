@@ -130,6 +130,14 @@ def test_graphs_hold_exactly_what_may_be_said(variants: Any, context: bool) -> N
         assert found[phones] == pytest.approx(cost)
 
 
+@given(words, st.booleans())
+def test_with_certain_pauses_everything_said_begins_and_ends_with_one(variants: Any, context: bool) -> None:
+    graph = utterance_graph(variants, [1, 1, 1, 1], context=context, silence=0.3, edges=True)
+    found = {tuple(graph.phone[list(path)].tolist()) for path, _ in graph_paths(graph)}
+    assert found == {phones for phones in sayings(variants, 0.3) if phones[0] == phones[-1] == SIL}
+    assert graph.least_frames == min(map(len, found))
+
+
 @given(words)
 def test_phones_in_context_have_the_neighbours_that_they_claim(variants: Any) -> None:
     graph = utterance_graph(variants, [1, 1, 1, 1], context=True, silence=0.3)

@@ -43,6 +43,9 @@ class MonoOptions:
     passes                   over the corpus; the first ten align anew, later ones at wider intervals
     gaussians                per state, on average, at the end
     deltas                   orders of slopes beside the cepstra
+    certain_pauses           share of the passes, from the first, in which utterances begin and end with a pause for certain:
+                             so silence learns all kinds of background, which words would otherwise take for their own.
+                             Not for recordings that were cut close to the words
     """
 
     states: int = 3
@@ -51,6 +54,7 @@ class MonoOptions:
     passes: int = 30
     gaussians: int = 16
     deltas: int = 2
+    certain_pauses: float = 0.0
     seed: int = 0
     on_missing: OnMissing = "error"
 
@@ -107,7 +111,8 @@ def train_mono(
             raise DataError(f"no utterance can be aligned: {_reasons(skipped)}", where=str(corpus.folder))
         budget = min(options.gaussians * pdfs, int(moments[0]) // FRAMES_PER_COMPONENT)
         aligning = [n for n in range(2, options.passes + 1) if n <= 11 or (n <= 21 and n % 2) or n % 3 == 0]
-        schedule = _Schedule("mono", options.passes, aligning, max(budget, pdfs), options.seed)
+        edges = int(options.certain_pauses * options.passes)
+        schedule = _Schedule("mono", options.passes, aligning, max(budget, pdfs), options.seed, edges=edges)
         return schedule.run(model, crew, VARIANCE_FLOOR * variance, say)
 
 
@@ -200,6 +205,7 @@ class _Schedule:
     components: int  # at the end of growth
     seed: int
     rotating: tuple[int, ...] = ()  # passes after which features are rotated
+    edges: int = 0  # first passes, with certain pauses at both ends
 
     def run(self, model: AlignmentModel, crew: Crew, floor: Array, say: Say) -> AlignmentModel:
         """Align, estimate, grow, until the passes are over. The last fourth of them grows no more."""
@@ -208,7 +214,7 @@ class _Schedule:
         for number in range(1, self.passes + 1):
             began = time.perf_counter()
             realign = number in self.aligning
-            found = _collect(crew, model, realign)
+            found = _collect(crew, model, realign, edges=number <= self.edges)
             gmm = model.gmm.updated(found.gmm, floor)
             if number < growing:
                 target = began_with + (self.components - began_with) * number // (growing - 1)
@@ -255,8 +261,8 @@ def replace_model(model: AlignmentModel, *, gmm: Gmm, self_loop: Array, frontend
     )
 
 
-def _collect(crew: Crew, model: AlignmentModel, realign: bool, where: str = "") -> PassResult:
-    results: list[PassResult] = crew.call("train", model, realign)
+def _collect(crew: Crew, model: AlignmentModel, realign: bool, where: str = "", edges: bool = False) -> PassResult:
+    results: list[PassResult] = crew.call("train", model, realign, edges)
     total = results[0]
     for result in results[1:]:
         total.add(result)

@@ -111,7 +111,7 @@ class _Nodes:
         return [entries, exits]
 
 
-def _string_words(words: Sequence[Sequence[Pronunciation]], context: bool, silence: float) -> _Nodes:
+def _string_words(words: Sequence[Sequence[Pronunciation]], context: bool, silence: float, edges: bool) -> _Nodes:
     nodes = _Nodes(context)
     pause, none = float(np.log(silence)), float(np.log1p(-silence))
     exits: list[int] = []
@@ -127,24 +127,24 @@ def _string_words(words: Sequence[Sequence[Pronunciation]], context: bool, silen
         for node, cost in entries:
             if nodes.left[node] == SILENCE_INDEX:
                 nodes.into[node].append((quiet, cost))
-                if number == 0:
+                if number == 0 and not edges:
                     nodes.start[node] = none + cost
             nodes.into[node] += [(e, none + cost) for e in exits if nodes.fit(e, node)]
         exits = leaving
     quiet = nodes.add(SILENCE_INDEX, 0, 0, -1)
     nodes.into[quiet] += [(e, pause) for e in exits]
-    nodes.final = {quiet: 0.0, **dict.fromkeys(exits, none)}
+    nodes.final = {quiet: 0.0} if edges else {quiet: 0.0, **dict.fromkeys(exits, none)}
     if not words:
         nodes.start[quiet] = 0.0
     return nodes
 
 
 def utterance_graph(
-    words: Sequence[Sequence[Pronunciation]], states: Sequence[int], *, context: bool, silence: float
+    words: Sequence[Sequence[Pronunciation]], states: Sequence[int], *, context: bool, silence: float, edges: bool = False
 ) -> UtteranceGraph:
     """The graph of words given by their pronunciations; `states` is the number of states by phone, `silence` the
-    probability of a pause."""
-    nodes = _string_words(words, context, silence)
+    probability of a pause. With `edges` there must be one before the first word and after the last."""
+    nodes = _string_words(words, context, silence, edges)
     phone = np.array(nodes.phone, np.int32)
     counts = np.asarray(states, np.int64)[phone]
     offset = np.concatenate([[0], np.cumsum(counts)])
@@ -175,7 +175,7 @@ def utterance_graph(
         state_index,
         key[state_node] + state_index,
         StateGraph(np.array(first, np.int32), np.array(source, np.int32), np.array(weight), start, final),
-        least or states[SILENCE_INDEX],
+        least + (2 * states[SILENCE_INDEX] if edges else 0) if words else states[SILENCE_INDEX],
     )
 
 
@@ -284,10 +284,11 @@ class AlignmentModel:
                     raise DataError(f"the model does not know phone '{phone}' of the word '{word}'", where=where, do=do)
         return [(tuple(self._index[phone] for phone in phones), float(np.log(max(p, 1e-10)))) for phones, p in found]
 
-    def graph(self, words: Sequence[str], lexicon: Lexicon, name: str = "") -> UtteranceGraph:
+    def graph(self, words: Sequence[str], lexicon: Lexicon, name: str = "", *, edges: bool = False) -> UtteranceGraph:
+        """With `edges` pauses before and after the words are certain."""
         states = [self.states(phone) for phone in range(len(self.lexicon_phones))]
         variants = [self.pronunciations(word, lexicon, name) for word in words]
-        return utterance_graph(variants, states, context=self.context == 3, silence=self.silence_probability)
+        return utterance_graph(variants, states, context=self.context == 3, silence=self.silence_probability, edges=edges)
 
     def features(self, static: Array) -> Array:
         return self.frontend(static)

@@ -94,8 +94,8 @@ class Block:
             self.keys[id] = keys[np.arange(frames) * total // frames].astype(np.int32)
         return skipped
 
-    def train(self, model: AlignmentModel, realign: bool) -> PassResult:
-        """Statistics of a pass, after aligning anew if wanted."""
+    def train(self, model: AlignmentModel, realign: bool, edges: bool = False) -> PassResult:
+        """Statistics of a pass, after aligning anew if wanted (with pauses at both ends for certain: `edges`)."""
         found = PassResult(
             GmmStatistics.empty(model.gmm.components, model.gmm.dim), np.zeros(model.num_pdfs), np.zeros(model.num_pdfs)
         )
@@ -103,7 +103,7 @@ class Block:
             x = self.features(id, model.frontend)
             if realign:
                 try:
-                    self.keys[id] = model.align_features(x, words, self.graph(id, words, model), id).keys
+                    self.keys[id] = model.align_features(x, words, self.graph(id, words, model, edges), id).keys
                 except DataError as error:
                     self.keys.pop(id, None)
                     found.skipped[id] = error.what
@@ -175,13 +175,13 @@ class Block:
                 self._features[id] = x
         return x
 
-    def graph(self, id: str, words: Sequence[str], model: AlignmentModel) -> UtteranceGraph:
-        kind = (model.context, model.states_per_phone, model.silence_states)
+    def graph(self, id: str, words: Sequence[str], model: AlignmentModel, edges: bool = False) -> UtteranceGraph:
+        kind = (model.context, model.states_per_phone, model.silence_states, int(edges))
         if kind != self._graph_kind:
             self._graphs, self._graph_kind = {}, kind
         graph = self._graphs.get(id)
         if graph is None:
-            graph = model.graph(words, self.lexicon, id)
+            graph = model.graph(words, self.lexicon, id, edges=edges)
             if self.hold:
                 self._graphs[id] = graph
         return graph
