@@ -36,6 +36,7 @@ BENCHES = {
     "overhead": "roundelay.bench.overhead",
     "learning": "roundelay.bench.learning",
     "speech": "roundelay.recipe.strategies",
+    "road": "roundelay.recipe.road",
 }
 
 

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,12 @@ def _take(values: dict[str, Any], key: str, value: Any, where: str) -> None:
         values[key] = {**values.get(key, {}), **value}
         return
     values[key] = _checked(key, value, str(known[key].type), where)
+
+
+def check(values: Mapping[str, Any], where: str) -> None:
+    """An error for what could not be a setting, in a table that stands elsewhere."""
+    for key, value in values.items():
+        _take({}, key, value, where)
 
 
 def _checked(key: str, value: Any, kind: str, where: str) -> Any:

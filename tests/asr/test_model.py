@@ -52,6 +52,15 @@ def test_utterances_side_by_side_score_as_they_do_alone() -> None:
     np.testing.assert_allclose(together[1, :4], model.log_posteriors(short.numpy()), atol=1e-6)
 
 
+def test_utterances_are_scored_between_the_edges_the_network_was_trained_with() -> None:
+    torch.manual_seed(0)
+    model = AcousticModel.preset("tiny", inputs=6, outputs=5, edge=3)
+    x = np.random.default_rng(0).normal(size=(7, 6)).astype(np.float32)
+    with torch.no_grad():
+        whole = model(torch.from_numpy(np.concatenate([x[:1]] * 3 + [x] + [x[-1:]] * 3))[None])[0].log_softmax(1).numpy()
+    np.testing.assert_allclose(model.log_posteriors(x), whole[3:10], atol=1e-6)
+
+
 def test_saved_and_loaded_it_gives_the_same(tmp_path: Path) -> None:
     model = AcousticModel(ModelShape(inputs=3, layers=1, hidden=4, bottleneck=0, outputs=5, both_ways=False))
     model.save(tmp_path, {"strategy": "adpsgd"})

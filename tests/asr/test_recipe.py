@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from command import Jobs
 
-from roundelay import cli
+from roundelay import cli, config
 from roundelay.asr.corpus import read_data_dir, write_data_dir
 from roundelay.asr.kaldi import read_matrices
 from roundelay.recipe import settings
@@ -22,6 +22,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 needs_digits = pytest.mark.skipif(not DIGITS.is_dir(), reason="the recordings of fsdd are not here (ROUNDELAY_DATA)")
 
 RECIPE = """
+realign = 1
 [[source]]
 kind = "kaldi"
 root = "{root}"
@@ -85,6 +86,24 @@ def test_a_recipe_goes_from_recordings_to_word_error_rates(done: tuple[Jobs, Pat
         assert (r["words"], r["speakers"]) == (40, 2)
         assert r["wer"] < 40, "ten digits by known speakers: guessing gives 90"
         assert r["line"].startswith("%WER ")
+    first, second = (read_about_training(folder / "run" / name) for name in ("network", "network-2"))
+    assert (first, second) == ("alignments", "alignments-2"), "the second network learns from the first one's states"
+
+
+def read_about_training(network: Path) -> str:
+    """Which alignments a network was trained on."""
+    return Path(config.load(network / "task.toml").settings.task_options["alignments"]).parent.name
+
+
+@needs_digits
+@pytest.mark.timeout(240)
+def test_the_speed_of_every_stage_is_measured(done: tuple[Jobs, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    _, folder = done
+    assert cli.main(["bench", "road", str(folder / "run"), "--repeats", "1", "--utterances", "10", "--json"]) == 0
+    found = {(r["stage"], r["system"]): r for r in json.loads(capsys.readouterr().out)["results"]}
+    stages = [("features", ""), ("align", "mono"), ("align", "tri"), ("decode", "mono"), ("decode", "tri"), ("decode", "lstm")]
+    assert [key for key in found if key[0] != "synthesis"] == stages
+    assert all(r["rate"] > 0 for r in found.values())
 
 
 @needs_digits

@@ -148,12 +148,14 @@ def align_all(
     return _write(folder, {id: one.pdfs for id, one in found.items()}, about, model.num_pdfs, skipped)
 
 
-def write_states(folder: Path, states: Mapping[str, Array], num_pdfs: int) -> Alignments:
-    """Alignments made elsewhere (the pdf of every frame by utterance) in a folder of ours; they have no words."""
+def write_states(folder: Path, states: Mapping[str, Array], num_pdfs: int, *, where: str = "") -> Alignments:
+    """Alignments made elsewhere (the pdf of every frame by utterance) in a folder of ours; they have no words.
+
+    where: the file they come from, for errors."""
     for id, pdfs in states.items():
         if len(pdfs) and not 0 <= pdfs.min() <= pdfs.max() < num_pdfs:
             what = f"utterance {id} is aligned to pdf {pdfs.max() if pdfs.max() >= num_pdfs else pdfs.min()} of {num_pdfs}"
-            raise DataError(what, where=str(folder), do="give the number of pdfs that the alignments were made with")
+            raise DataError(what, where=where or str(folder), do="give the number of pdfs that the alignments were made with")
     return _write(Path(folder), states, {}, num_pdfs, {})
 
 

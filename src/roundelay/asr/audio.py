@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roundelay.asr import memory
 from roundelay.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
 
 SLACK_S = 0.05
 """A segment may end this much after its recording, as times in `segments` are rounded; Kaldi allows half a second."""
+BYTES_PER_SAMPLE = 12
+"""As read, at another rate, and scaled for the filters: three float32."""
 
 
 def read_audio(utterance: Utterance, rate: int, *, resample: bool = False, longest_s: float = float("inf")) -> np.ndarray:
     """The samples, float32 in ±1, one channel, at `rate` per second.
 
-    Another rate is an error unless `resample` is set. `longest_s` is looked at before anything is read, so that a broken
-    segment list cannot fill the memory.
+    Another rate is an error unless `resample` is set. `longest_s` and the memory at hand are looked at before anything is
+    read, so that a broken segment list cannot fill the memory.
     """
     import soundfile
 
@@ -42,7 +45,7 @@ def read_audio(utterance: Utterance, rate: int, *, resample: bool = False, longe
         ) from None
     if not np.isfinite(samples).all():
         raise DataError("the audio holds samples that are not numbers", where=where, do="replace the file")
-    return samples if found == rate else _resample(samples, found, rate)
+    return samples if found == rate else resampled(samples, found, rate)
 
 
 def _cut(opened: Any, utterance: Utterance, where: str, longest_s: float) -> np.ndarray:
@@ -68,8 +71,9 @@ def _cut(opened: Any, utterance: Utterance, where: str, longest_s: float) -> np.
         raise DataError(
             f"the utterance lasts {(last - first) / found:.1f} s, longer than the {longest_s:g} s allowed",
             where=where,
-            do="cut it into segments, or raise longest_s if memory allows",
+            do="cut it into segments, or raise longest_s (in a recipe: features.longest_s)",
         )
+    memory.require(BYTES_PER_SAMPLE * (last - first), f"an utterance of {(last - first) / found:.0f} s", where)
     opened.seek(first)
     samples = opened.read(last - first, dtype="float32")
     if len(samples) < last - first:
@@ -93,7 +97,8 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "error_string", error)).strip().rstrip(".")
 
 
-def _resample(samples: np.ndarray, found: int, rate: int) -> np.ndarray:
+def resampled(samples: np.ndarray, found: float, rate: float) -> np.ndarray:
+    """From `found` samples per second to `rate`."""
     try:
         import soxr
     except ImportError:

@@ -21,6 +21,7 @@ from roundelay.errors import DataError
 
 MOST_VALUES = 1 << 31
 """A header that speaks of more is damaged."""
+LARGE = 1 << 24
 
 
 class _Malformed(Exception):
@@ -31,6 +32,11 @@ class _Malformed(Exception):
 
 
 def _exactly(stream: BinaryIO, count: int) -> bytes:
+    if count > LARGE:  # read() would take the memory first and find the end of the file later
+        here = stream.tell()
+        if stream.seek(0, io.SEEK_END) - here < count:
+            raise _Malformed("it ends in the middle of a value")
+        stream.seek(here)
     found = stream.read(count)
     if len(found) != count:
         raise _Malformed("it ends in the middle of a value")

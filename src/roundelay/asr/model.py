@@ -36,6 +36,9 @@ class ModelShape:
     outputs: int = 500
     both_ways: bool = True
     dropout: float = 0.0
+    edge: int = 0
+    """Times the first and the last frame are repeated before an utterance is scored: as often as in the windows it was trained
+    on, so that the beginning and the end of an utterance sound to it as they did there."""
 
     @property
     def parameters(self) -> int:
@@ -118,9 +121,10 @@ class AcousticModel(nn.Module):
             )
         was_training = self.training
         self.eval()
-        scores = self(torch.from_numpy(np.ascontiguousarray(features, np.float32))[None])[0]
+        padded = np.pad(features, ((self.shape.edge, self.shape.edge), (0, 0)), mode="edge")
+        scores = self(torch.from_numpy(np.ascontiguousarray(padded, np.float32))[None])[0]
         self.train(was_training)
-        return scores.log_softmax(1).numpy()
+        return scores[self.shape.edge : self.shape.edge + len(features)].log_softmax(1).numpy()
 
     # -- files -----------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from roundelay.asr import memory
 from roundelay.asr.fbank import DELTA_WINDOW, add_deltas, context_deltas
 from roundelay.asr.kaldi import Matrices, read_matrices
 from roundelay.errors import DataError, UsageError
@@ -162,6 +163,9 @@ class KaldiFeatures:
 
     def static(self, id: str) -> np.ndarray:
         frames = self.frames(id)
+        memory.require(
+            4.0 * frames * (self.static_dim + self.dim), f"features of {frames} frames", f"utterance {id}, {self.name}"
+        )
         x = self._matrices[id]
         if x.shape != (frames, self.static_dim):
             raise DataError(f"utterance {id} has {x.shape[1]} features per frame, others {self.static_dim}", where=self.name)

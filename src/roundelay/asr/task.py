@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from roundelay.asr import chunks
 from roundelay.asr.align import Alignments
 from roundelay.asr.features import from_spec
+from roundelay.asr.masking import Masks
 from roundelay.asr.model import AcousticModel, ModelShape, preset_shape
-from roundelay.asr.store import Stream
-from roundelay.errors import DataError
+from roundelay.asr.store import PastedStore, Stream
+from roundelay.errors import DataError, UsageError
 
 VALIDATION_FRAMES = 8_000
 """Frames of a validation batch: small enough for any machine, large enough to be fast."""
+MASK_DICE = 0x3A5C
 CACHE_FRAMES = 400_000
 """Frames kept ready in memory (120 dimensions: 200 MB); beyond that features are read again when needed."""
 
@@ -33,6 +35,7 @@ class FrameTask:
 
     features, alignments   folders written by `roundelay prepare` and `roundelay align` (features may be pasted: "a.scp+b.scp")
     valid_features, valid_alignments   the same of held-out speakers
+    mask_mels, mask_frames   widest band and longest stretch that is hidden from the network while it learns; 0: none
     model                  a preset; layers, hidden, bottleneck, dropout change it; inputs and outputs follow from the data
     """
 
@@ -50,6 +53,8 @@ class FrameTask:
         hidden: int | None = None,
         bottleneck: int | None = None,
         dropout: float | None = None,
+        mask_mels: int = 0,
+        mask_frames: int = 0,
         valid_utterances: int = 200,
     ) -> None:
         self.seed, self.window, self.margin = seed, window, margin
@@ -64,11 +69,25 @@ class FrameTask:
             model,
             inputs=self._features.dim,
             outputs=self._targets.num_pdfs,
+            edge=margin,
             **{name: value for name, value in changes.items() if value is not None},
         )
+        self._masks = self._make_masks(mask_mels, mask_frames)
         self._order: tuple[int, np.ndarray] | None = None
         self._cache: dict[str, np.ndarray] = {}
         self._cached_frames = 0
+
+    def _make_masks(self, mels: int, frames: int) -> Masks | None:
+        if not mels and not frames:
+            return None
+        static = getattr(self._features, "static_dim", 0)
+        if isinstance(self._features, PastedStore) or not static or not 0 <= mels <= static or frames < 0:
+            raise UsageError(
+                f"mask_mels = {mels}, mask_frames = {frames} do not fit these features",
+                where=self._features.name,
+                do=f"give a band of at most {static or 0} mels; pasted streams cannot be masked",
+            )
+        return Masks(mels, frames, static)
 
     @property
     def samples(self) -> int:
@@ -80,7 +99,11 @@ class FrameTask:
     def batch(self, epoch: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, chunks.order(self.seed, epoch, self.samples))
-        x, y = chunks.gather(self.windows, self._order[1][start:stop], self.ids, self, self._targets, self.margin)
+        chosen = self._order[1][start:stop]
+        x, y = chunks.gather(self.windows, chosen, self.ids, self, self._targets, self.margin)
+        if self._masks is not None:
+            for row, window in enumerate(chosen):  # a function of (seed, epoch, window), whoever trains on it
+                self._masks.apply(x[row], np.random.default_rng([self.seed, MASK_DICE, epoch, int(window)]))
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -118,7 +141,7 @@ class FrameTask:
 
     @cached_property
     def _validation(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return list(padded_batches(self.valid_ids, self._valid_features, self._valid_targets))
+        return list(padded_batches(self.valid_ids, self._valid_features, self._valid_targets, self.margin))
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -141,17 +164,19 @@ def matched(features: Stream, targets: Alignments, where: str) -> list[str]:
     return found
 
 
-def padded_batches(ids: Sequence[str], features: Stream, targets: Alignments) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Whole utterances of similar length side by side."""
+def padded_batches(
+    ids: Sequence[str], features: Stream, targets: Alignments, edge: int = 0
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Whole utterances of similar length side by side, their first and last frame repeated `edge` times."""
     waiting = sorted(ids, key=features.frames, reverse=True)
     while waiting:
         longest = features.frames(waiting[0])
         here = waiting[: max(1, VALIDATION_FRAMES // longest)]
         waiting = waiting[len(here) :]
-        x = torch.zeros(len(here), longest, features.dim)
-        y = torch.full((len(here), longest), chunks.IGNORE)
+        x = torch.zeros(len(here), longest + 2 * edge, features.dim)
+        y = torch.full((len(here), longest + 2 * edge), chunks.IGNORE)
         for row, name in enumerate(here):
             frames = features.frames(name)
-            x[row, :frames] = torch.from_numpy(features[name])
-            y[row, :frames] = torch.from_numpy(targets[name].astype(np.int64))
-        yield x, torch.tensor([features.frames(name) for name in here]), y
+            x[row, : frames + 2 * edge] = torch.from_numpy(np.pad(features[name], ((edge, edge), (0, 0)), mode="edge"))
+            y[row, edge : edge + frames] = torch.from_numpy(targets[name].astype(np.int64))
+        yield x, torch.tensor([features.frames(name) + 2 * edge for name in here]), y

@@ -64,7 +64,9 @@ def add(command: Command) -> None:
     p = command("prepare", "check a data directory and extract its features", prepare)
     p.add_argument("data", metavar="DATA", help="a Kaldi data directory")
     p.add_argument("out", metavar="OUT", help="a new folder")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="rate=8000 mels=40 deltas=2 cmvn=speaker resample=true")
+    p.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="rate=8000 mels=40 deltas=2 cmvn=speaker resample=true longest_s=120"
+    )
     p.add_argument("--allow-pipes", action="store_true", help="run the commands in wav.scp: only for data you trust")
     p.add_argument("--jobs", type=int, default=jobs)
 
@@ -104,7 +106,12 @@ def add(command: Command) -> None:
     p.add_argument("run", metavar="RUN", help="a run directory of a recipe")
     p.add_argument("out", metavar="OUT", help="a new folder")
     p.add_argument("--onnx", action="store_true", help="also model.onnx, checked for equal posteriors (extra 'onnx')")
-    p.add_argument("--posteriors", default="", metavar="DATA", help="also posteriors of a data directory as Kaldi ark and scp")
+    p.add_argument(
+        "--posteriors",
+        default="",
+        metavar="DATA",
+        help="also posteriors as Kaldi ark and scp: of a data directory, or of features (a.scp+b.scp) as the recipe gives them",
+    )
     p.add_argument("--jobs", type=int, default=jobs)
 
 
@@ -167,10 +174,12 @@ def prepare(args: argparse.Namespace) -> int:
     from roundelay.recipe.settings import Features
 
     wanted = asdict(options_of(Features, args.overrides))
-    resample = wanted.pop("resample")
+    resample, longest_s = wanted.pop("resample"), wanted.pop("longest_s")
     corpus = read_data_dir(Path(args.data), allow_pipes=args.allow_pipes, need_text=False)
-    store = extract(corpus, Path(args.out), FeatureOptions(**wanted), jobs=args.jobs, resample=resample)
+    store = extract(corpus, Path(args.out), FeatureOptions(**wanted), jobs=args.jobs, resample=resample, longest_s=longest_s)
     print(f"{args.out}: {len(store.ids)} utterances, {store.total_frames / 360_000:.2f} h, {store.dim} dimensions")
+    for name, why in store.skipped.items():
+        print(f"  skipped {name}: {why}")
     return 0
 
 
@@ -236,7 +245,7 @@ def export(args: argparse.Namespace) -> int:
         Path(args.run),
         Path(args.out),
         onnx=args.onnx,
-        posteriors=Path(args.posteriors) if args.posteriors else None,
+        posteriors=args.posteriors,
         jobs=args.jobs,
     ):
         print(line)

@@ -1,6 +1,6 @@
 """Recipes for people who hold features and alignments already, as Kaldi writes them: the network's part of the road.
 
-states     Kaldi's alignments (pdfs, or transition-ids with the text model) of train and dev
+states     Kaldi's alignments (pdfs, or transition-ids with the text model) of train and dev, held against the features
 network    the LSTM on pasted feature streams, trained through the engine
 decode     with the user's own HCLG.fst and words.txt, acoustic scale from dev where it has a text
 score      word error rates
@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from roundelay.asr.align import write_states
 from roundelay.asr.decode import decode_all
@@ -19,6 +22,8 @@ from roundelay.asr.features import from_spec
 from roundelay.asr.graph import own_graph
 from roundelay.asr.kaldi import read_pdf_alignments, read_transitions
 from roundelay.asr.score import read_text, score, write_text
+from roundelay.asr.task import matched
+from roundelay.errors import DataError
 from roundelay.recipe.settings import Given
 from roundelay.recipe.stages import Work, best_scale, finish_network, fresh, train_network
 from roundelay.recipe.systems import open_system
@@ -31,16 +36,28 @@ def given_of(work: Work) -> Given:
 
 def beside(work: Work, text: str) -> str:
     """A path or a pasted specification, relative to the recipe's folder."""
-    return "+".join(str(work.recipe.folder / part) for part in text.split("+"))
+    return "+".join(str(work.recipe.folder / part.strip()) for part in text.split("+"))
+
+
+def pdfs_of(work: Work, labels: str) -> np.ndarray | None:
+    """The pdf of every transition-id, where the labels are such."""
+    return read_transitions(Path(beside(work, given_of(work).transitions))) if labels == "transitions" else None
 
 
 def states(work: Work) -> None:
     given = given_of(work)
-    transitions = read_transitions(Path(beside(work, given.transitions))) if given.transitions else None
-    for name, path in (("train", given.train_alignments), ("dev", given.dev_alignments)):
-        found = read_pdf_alignments(Path(beside(work, path)), transitions)
-        write_states(fresh(work.run / "alignments" / name), found, given.num_pdfs)
-        work.say(f"  {name}: {len(found)} utterances")
+    transitions = pdfs_of(work, given.alignment_labels)
+    sets = {
+        "train": (given.train_alignments, given.train_features),
+        "dev": (given.dev_alignments, given.dev_features),
+    }
+    for name, (path, spec) in sets.items():
+        source, features = beside(work, path), beside(work, spec)
+        found = read_pdf_alignments(Path(source), transitions)
+        written = write_states(fresh(work.run / "alignments" / name), found, given.num_pdfs, where=source)
+        # Here rather than in the engine, which would find it out in every learner.
+        both = matched(from_spec(features), written, f"{features}, {source}")
+        work.say(f"  {name}: {len(found)} utterances aligned, {len(both)} of them with features")
 
 
 def network(work: Work) -> None:
@@ -50,33 +67,49 @@ def network(work: Work) -> None:
     finish_network(work, work.run / "network", work.run / "lstm")
 
 
+def decodes(given: Given) -> bool:
+    return bool(given.graph and given.test_features)
+
+
 def decode(work: Work) -> None:
     given = given_of(work)
-    if not given.graph:
-        work.say("  no graph is given: decode the exported posteriors elsewhere (roundelay export --help)")
+    if not decodes(given):
+        work.say("  no graph or no test set is given: decode the posteriors elsewhere (roundelay export --posteriors)")
         return
-    transitions = read_transitions(Path(beside(work, given.transitions))) if given.graph_labels == "transitions" else None
     folder = Path(beside(work, given.graph))
+    transitions = pdfs_of(work, given.graph_labels)
     graph = own_graph(folder / "HCLG.fst", folder / "words.txt", num_pdfs=given.num_pdfs, transitions=transitions)
     system = open_system(work.run, "lstm")
     out = fresh(work.run / "decode" / "lstm")
     options = work.recipe.decode
     if given.dev_text:
-        store = from_spec(beside(work, given.dev_features))
-        texts = read_text(Path(beside(work, given.dev_text)))
-        refs = {name: texts[name] for name in store.ids[: work.recipe.dev_utterances] if name in texts}
-        options = replace(options, acoustic_scale=best_scale(work, graph, lambda name: system.scores(store, name), refs, out))
+        dev = from_spec(beside(work, given.dev_features))
+        refs = some_of_dev(work, dev.ids)
+        options = replace(options, acoustic_scale=best_scale(work, graph, partial(system.scores, dev), refs, out))
     test = from_spec(beside(work, given.test_features))
-    found = decode_all(graph, lambda name: system.scores(test, name), test.ids, options, jobs=work.jobs, progress=work.progress)
+    found = decode_all(graph, partial(system.scores, test), test.ids, options, jobs=work.jobs, progress=work.progress)
     write_text(out / "test.txt", {name: h.words for name, h in found.items()})
+
+
+def some_of_dev(work: Work, ids: list[str]) -> dict[str, tuple[str, ...]]:
+    """Transcripts of dev utterances, taken evenly so that all speakers are heard."""
+    path = beside(work, given_of(work).dev_text)
+    texts = read_text(Path(path))
+    spoken = [name for name in ids if texts.get(name)]
+    if not spoken:
+        raise DataError("no utterance of dev has features and words", where=path, do="give the text of the dev set, or none")
+    return {name: texts[name] for name in spoken[:: max(1, len(spoken) // work.recipe.dev_utterances)]}
 
 
 def score_all(work: Work) -> dict[str, Any]:
     given = given_of(work)
     result: dict[str, Any] = {"systems": [], "paired": []}
-    if given.graph and given.test_text:
+    if decodes(given) and given.test_text:
         refs = read_text(Path(beside(work, given.test_text)))
-        speakers = {name: row[0] for name, row in read_text(Path(beside(work, given.test_utt2spk))).items()}
+        speakers = None
+        if given.test_utt2spk:
+            rows = read_text(Path(beside(work, given.test_utt2spk)))
+            speakers = {name: row[0] for name, row in rows.items() if row}
         found = score(refs, read_text(work.run / "decode" / "lstm" / "test.txt"), speakers)
         result["systems"].append({"name": "lstm", "set": "test", **found.as_json(), "line": found.line()})
     (work.run / "result.json").write_text(json.dumps(result, indent=1))

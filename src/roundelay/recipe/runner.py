@@ -28,20 +28,30 @@ class Stage:
 
 
 STAGES = (
-    Stage("data", stages.data, ("sources", "dev_share", "seed", "words")),
+    Stage("data", stages.data, ("sources", "dev_share", "seed", "words", "speeds")),
     Stage("features", stages.features, ("features",)),
     Stage("mono", stages.mono, ("mono",)),
     Stage("tri", stages.tri, ("tri",), ("tri", "lstm")),
     Stage("align", stages.align, (), ("lstm",)),
-    Stage("network", stages.network, ("network", "train", "seed"), ("lstm",)),
+    Stage("network", stages.network, ("network", "train", "seed", "realign"), ("lstm",)),
     Stage("graph", stages.graph, ("words",)),
     Stage("decode", stages.decode, ("decode", "scales", "dev_utterances", "systems")),
     Stage("score", stages.score_all, ()),
 )
+# Not the whole of `given`: another graph or test set must not train the network again.
+TRAINED_ON = (
+    "num_pdfs",
+    "train_features",
+    "train_alignments",
+    "dev_features",
+    "dev_alignments",
+    "transitions",
+    "alignment_labels",
+)
 GIVEN_STAGES = (
-    Stage("states", given.states, ("given",)),
+    Stage("states", given.states, tuple(f"given.{key}" for key in TRAINED_ON)),
     Stage("network", given.network, ("network", "train", "seed")),
-    Stage("decode", given.decode, ("decode", "scales", "dev_utterances")),
+    Stage("decode", given.decode, ("given", "decode", "scales", "dev_utterances")),
     Stage("score", given.score_all, ()),
 )
 

@@ -7,11 +7,17 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from roundelay import config
 from roundelay.asr.decode import SCALES, DecodeOptions
+from roundelay.asr.features import LONGEST_S
 from roundelay.asr.gmm_train import MonoOptions, TriOptions
 from roundelay.errors import UsageError, nearest
 
 FILE = "recipe.toml"
+LABELS = ("transitions", "pdfs")
+TOLD_BY_THE_RECIPE = ("task", "task_options", "run", "resume")
+LIMITS = ("longest_s",)
+"""Settings that decide what is refused, not what comes out: changing them is no reason to do a stage again."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class Features:
     mels: int = 40
     deltas: int = 2
     cmvn: str = "speaker"
+    longest_s: float = LONGEST_S
+    """An utterance that lasts longer is an error: memory holds it whole."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,9 @@ class Network:
     hidden: int | None = None
     bottleneck: int | None = None
     dropout: float | None = None
+    mask_mels: int = 0
+    """Widest band of mels hidden from the network while it learns: for small corpora."""
+    mask_frames: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,9 @@ class Given:
     dev_features: str
     dev_alignments: str
     transitions: str = ""
-    """A text final.mdl, where the alignments hold transition-ids."""
+    """A text final.mdl, where the alignments or the graph hold transition-ids."""
+    alignment_labels: str = "transitions"
+    """What the alignments hold: transitions (ali.*.gz of Kaldi) or pdfs (what ali-to-pdf wrote)."""
     dev_text: str = ""
     test_features: str = ""
     test_text: str = ""
@@ -81,6 +94,18 @@ class Given:
     """A folder with HCLG.fst and words.txt."""
     graph_labels: str = "transitions"
     """What the graph's input labels are: transitions (Kaldi's own) or pdfs (pdf + 1)."""
+
+    def __post_init__(self) -> None:
+        for name, used in (("alignment_labels", True), ("graph_labels", bool(self.graph))):
+            labels = getattr(self, name)
+            if labels not in LABELS:
+                raise UsageError(f"{name} cannot be '{labels}'", where="given", do=nearest(str(labels), LABELS))
+            if used and labels == "transitions" and not self.transitions:
+                raise UsageError(
+                    f"{name} is transitions, but no model says which pdf each of them has",
+                    where="given.transitions",
+                    do=f'name the text form of final.mdl, or set {name} = "pdfs"',
+                )
 
 
 @dataclass(frozen=True)
@@ -93,6 +118,8 @@ class Recipe:
     sources: tuple[Source, ...] = ()
     dev_share: float = 0.1
     """Of the training speakers, where a corpus has no development set."""
+    speeds: tuple[float, ...] = ()
+    """Train on copies played at these speeds, too, such as 0.9 and 1.1: for small corpora."""
     systems: tuple[str, ...] = ("mono", "tri", "lstm")
     features: Features = field(default_factory=Features)
     mono: MonoOptions = field(default_factory=MonoOptions)
@@ -101,6 +128,8 @@ class Recipe:
     network: Network = field(default_factory=Network)
     train: dict[str, Any] = field(default_factory=dict)
     """Settings of the engine, as `roundelay train` takes them."""
+    realign: int = 0
+    """How often the trained network aligns the training set anew and is trained again from that."""
     decode: DecodeOptions = field(default_factory=DecodeOptions)
     scales: tuple[float, ...] = SCALES
     """Acoustic scales tried on the development set."""
@@ -110,11 +139,18 @@ class Recipe:
     """Instead of sources: features and alignments made elsewhere."""
 
     def part(self, name: str) -> Any:
-        """A section as plain data, for fingerprints."""
-        value = getattr(self, name)
-        if isinstance(value, tuple):
-            return [asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for v in value]
-        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        """A section, or `section.key`, as plain data, for fingerprints."""
+        table, _, key = name.partition(".")
+        value = getattr(self, table)
+        if key:
+            value = getattr(value, key)
+        return [plain(v) for v in value] if isinstance(value, tuple) else plain(value)
+
+
+def plain(value: Any) -> Any:
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return {key: inner for key, inner in asdict(value).items() if key not in LIMITS}
 
 
 SECTIONS: dict[str, Any] = {
@@ -174,6 +210,8 @@ def build(tree: dict[str, Any], path: Path) -> Recipe:
             values[key] = section(SECTIONS[key], value, f"{path}, {key}")
         else:
             values[key] = tuple(value) if isinstance(value, list) else value
+    if "train" in values:
+        check_train(values["train"], f"{path}, train")
     if not values.get("sources") and "given" not in values:
         raise UsageError(
             "the recipe names no corpus", where=str(path), do='add [[source]] with kind = "synth" or another, or [given]'
@@ -181,9 +219,22 @@ def build(tree: dict[str, Any], path: Path) -> Recipe:
     return Recipe(folder=path.resolve().parent, **values)
 
 
-def section(kind: Any, value: Any, where: str) -> Any:
+def check_train(value: Any, where: str) -> None:
+    """What the engine would refuse is refused now, not after the alignments are made."""
+    table(value, where)
+    config.check(value, where)
+    for key in TOLD_BY_THE_RECIPE:
+        if key in value:
+            raise UsageError(f"'{key}' is what the recipe itself tells the engine", where=where, do="remove it")
+
+
+def table(value: Any, where: str) -> None:
     if not isinstance(value, dict):
         raise UsageError("this must be a table", where=where, do="write [name] and key = value below it")
+
+
+def section(kind: Any, value: Any, where: str) -> Any:
+    table(value, where)
     known = {f.name for f in fields(kind)}
     for key in value:
         if key not in known:

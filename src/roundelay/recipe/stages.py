@@ -23,7 +23,7 @@ import numpy as np
 from safetensors.torch import load_file
 
 from roundelay import config
-from roundelay.asr import publishers
+from roundelay.asr import publishers, times
 from roundelay.asr.align import Alignments, align_all
 from roundelay.asr.corpus import Corpus, Utterance, read_data_dir, write_data_dir
 from roundelay.asr.decode import choose_scale, decode_all
@@ -35,10 +35,12 @@ from roundelay.asr.lexicon import Lexicon, pronounce
 from roundelay.asr.model import AcousticModel
 from roundelay.asr.ngram import estimate
 from roundelay.asr.score import paired, read_text, score, write_text
+from roundelay.asr.speeds import at_other_speeds
+from roundelay.asr.store import Stream
 from roundelay.asr.task import FrameTask
 from roundelay.errors import DataError, Interrupted, RoundelayError
 from roundelay.recipe.settings import Recipe, Source, section
-from roundelay.recipe.systems import SYSTEMS, graph_of, open_system, save_network
+from roundelay.recipe.systems import SYSTEMS, System, graph_of, open_system, save_network
 
 Say = Callable[[str], None]
 TASK_FILE = "task.toml"
@@ -85,8 +87,15 @@ def data(work: Work) -> None:
         for part, utterances in found.items():
             kept = [u if not several else replace(u, id=f"{name}-{u.id}", speaker=f"{name}-{u.speaker}") for u in utterances]
             sets.setdefault(part if part in ("train", "dev") or not several else name, []).extend(kept)
+    if recipe.speeds:
+        sets["train"] += at_other_speeds(
+            sets["train"], recipe.speeds, folder / "speeds", recipe.features.rate, jobs=work.jobs, progress=work.progress
+        )
     for part, utterances in sets.items():
         write_data_dir(folder / part, utterances)
+        known = corpus_folder(work) / part / times.FILE
+        if not several and known.exists() and not (recipe.speeds and part == "train"):
+            shutil.copy(known, folder / part / times.FILE)
         speakers = len({u.speaker for u in utterances})
         work.say(f"  {part}: {len(utterances)} utterances, {speakers} speakers")
     tests = [part for part in sets if part not in ("train", "dev")]
@@ -99,7 +108,7 @@ def read_source(work: Work, source: Source) -> dict[str, list[Utterance]]:
     if source.kind == "synth":
         from roundelay.asr.synth.corpus import SynthOptions, synthesize
 
-        root = (root or work.run / "corpus").resolve()
+        root = corpus_folder(work).resolve()
         options = section(SynthOptions, source.options, f"{work.recipe.folder.name}, source.options")
         if not spoken_before(root, asdict(options)):
             synthesize(root, options, jobs=work.jobs, progress=work.progress)
@@ -111,6 +120,11 @@ def read_source(work: Work, source: Source) -> dict[str, list[Utterance]]:
     return publishers.read(source.kind, root.resolve())
 
 
+def corpus_folder(work: Work) -> Path:
+    """Of the first source; a synthesized corpus stands in the run directory unless it is wanted elsewhere."""
+    return Path(work.recipe.sources[0].root) if work.recipe.sources[0].root else work.run / "corpus"
+
+
 def spoken_before(root: Path, options: dict[str, Any]) -> bool:
     """Whether this very corpus is there already: synth.json is written last."""
     about = root / "synth.json"
@@ -120,7 +134,7 @@ def spoken_before(root: Path, options: dict[str, Any]) -> bool:
 def write_words(work: Work, sets: dict[str, list[Utterance]]) -> None:
     """lexicon.txt and lm.txt."""
     recipe, folder = work.recipe, work.run / "data"
-    corpus = Path(recipe.sources[0].root) if recipe.sources[0].root else work.run / "corpus"
+    corpus = corpus_folder(work)
     words = sorted({word for part in ("train", "dev") for u in sets[part] for word in u.words})
     if recipe.words.lexicon == "corpus":
         shutil.copy(corpus / "lexicon.txt", folder / "lexicon.txt")
@@ -157,9 +171,16 @@ def features(work: Work) -> None:
     for name in ("train", "dev", *work.sets()):
         folder = fresh(work.run / "features" / name)
         store = extract(
-            work.corpus(name), folder, options, jobs=work.jobs, resample=of.resample, progress=work.progress
-        )  # fmt: skip
-        work.say(f"  {name}: {store.total_frames / 360_000:.2f} h")
+            work.corpus(name),
+            folder,
+            options,
+            jobs=work.jobs,
+            resample=of.resample,
+            progress=work.progress,
+            longest_s=of.longest_s,
+        )
+        short = f", {len(store.skipped)} utterances too short and left out" if store.skipped else ""
+        work.say(f"  {name}: {store.total_frames / 360_000:.2f} h{short}")
 
 
 def mono(work: Work) -> None:
@@ -178,30 +199,51 @@ def tri(work: Work) -> None:
 
 
 def align(work: Work) -> None:
+    align_sets(work, work.run / "alignments")
+
+
+def align_sets(work: Work, alignments: Path, system: System | None = None) -> None:
+    """Train and dev, with the tied states' own scores or with those of a system that shares them."""
     model = AlignmentModel.load(work.run / "tri")
     for name in ("train", "dev"):
-        folder = fresh(work.run / "alignments" / name)
+        folder, store = fresh(alignments / name), work.store(name)
+        scores = partial(scaled_scores, system, store, work.recipe.decode.acoustic_scale) if system is not None else None
         found = align_all(
-            model, work.store(name), work.corpus(name), work.lexicon(), folder, jobs=work.jobs, progress=work.progress
+            model, store, work.corpus(name), work.lexicon(), folder, jobs=work.jobs, progress=work.progress, loglikes=scores
         )
         work.say(f"  {name}: {len(found.ids)} aligned, {len(found.skipped)} skipped")
+        known = work.run / "data" / name / times.FILE
+        if known.exists():
+            offsets = times.compare(found, times.read_word_times(known))
+            work.say(f"  {name}: {offsets.line()}")
+            (alignments / f"offsets-{name}.json").write_text(json.dumps(offsets.as_json()))
+
+
+def scaled_scores(system: System, store: Stream, scale: float, utterance: str) -> np.ndarray:
+    return scale * system.scores(store, utterance)
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
 
 def network(work: Work) -> None:
-    folder = work.run / "network"
-    train_network(work, folder, work.recipe.train, work.run / "alignments", work.recipe.seed)
-    finish_network(work, folder, work.run / "lstm")
+    """The LSTM; with `realign` it then aligns its own training set, and the next one learns from that."""
+    folder, alignments = work.run / "network", work.run / "alignments"
+    for number in range(work.recipe.realign + 1):
+        if number:
+            work.say(f"  aligning with the network, {number} of {work.recipe.realign}")
+            folder, alignments = work.run / f"network-{number + 1}", work.run / f"alignments-{number + 1}"
+            align_sets(work, alignments, open_system(work.run, "lstm"))
+        train_network(work, folder, work.recipe.train, alignments, work.recipe.seed)
+        finish_network(work, folder, work.run / "lstm")
 
 
 def train_network(
     work: Work, folder: Path, settings: dict[str, Any], alignments: Path, seed: int, features: dict[str, str] | None = None
 ) -> None:
-    """Runs the engine; an interrupted run of the same settings goes on."""
+    """Runs the engine; an interrupted run of the same settings on the same alignments goes on."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = task_file(work, settings, alignments, seed, features)
+    text = f"# alignments {origin_of_alignments(work)}\n" + task_file(work, settings, alignments, seed, features)
     file = folder / TASK_FILE
     if not file.exists() or file.read_text() != text:
         fresh(folder)
@@ -214,6 +256,12 @@ def train_network(
         raise RoundelayError(
             f"training ended with exit code {ended}", where=str(folder), do="see the lines above, and log/ there"
         )
+
+
+def origin_of_alignments(work: Work) -> str:
+    """The fingerprint of the stage that made them: they stand in the same place whatever they were made from."""
+    marks = [work.run / "stages" / f"{stage}.json" for stage in ("align", "states")]
+    return next((json.loads(mark.read_text())["fingerprint"] for mark in marks if mark.exists()), "of unknown origin")
 
 
 def task_file(work: Work, settings: dict[str, Any], alignments: Path, seed: int, features: dict[str, str] | None = None) -> str:

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
+from roundelay.asr import memory
 from roundelay.asr.hmm import AlignmentModel
 from roundelay.asr.model import AcousticModel
 from roundelay.asr.store import Stream
 from roundelay.errors import DataError
 
 PRIORS_FILE = "priors.safetensors"
+SCORE_COPIES = 3
+"""Logits, log posteriors and scores are in memory together."""
 SYSTEMS = {"mono": "monophone GMM", "tri": "tied-state GMM", "lstm": "LSTM"}
 
 
@@ -43,6 +46,9 @@ class NetworkSystem:
     log_priors: np.ndarray
 
     def scores(self, store: Stream, utterance: str) -> np.ndarray:
+        frames = store.frames(utterance)
+        needed = SCORE_COPIES * 4.0 * frames * self.model.shape.outputs
+        memory.require(needed, f"scoring {frames} frames", f"utterance {utterance}, features {store.name}")
         return self.model.log_posteriors(store[utterance]) - self.log_priors
 
 

@@ -7,28 +7,49 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from roundelay import config
 from roundelay.asr import export
 from roundelay.asr.align import align_all
 from roundelay.asr.corpus import Corpus, read_data_dir
 from roundelay.asr.decode import DecodeOptions, decode_all
-from roundelay.asr.features import FeatureOptions, FeatureStore, extract
+from roundelay.asr.features import FeatureOptions, FeatureStore, extract, from_spec
 from roundelay.asr.graph import load_graph
 from roundelay.asr.hmm import AlignmentModel
 from roundelay.asr.lexicon import Lexicon
 from roundelay.asr.model import AcousticModel
 from roundelay.asr.score import Score, score
+from roundelay.asr.store import Stream
 from roundelay.errors import DataError
+from roundelay.recipe.stages import TASK_FILE
 from roundelay.recipe.systems import System, graph_of, open_system
+
+
+def made_elsewhere(run: Path) -> bool:
+    """Whether the features of a run were given to it rather than made from recordings."""
+    return not (run / "features").is_dir()
 
 
 def options_of_run(run: Path) -> FeatureOptions:
     """The features that a run's systems were trained on."""
+    if made_elsewhere(run):
+        raise DataError(
+            "this run was trained on features made elsewhere and cannot make them from recordings",
+            where=str(run),
+            do="let the recipe decode, or export --posteriors of features",
+        )
     return FeatureOptions(**FeatureStore.open(run / "features" / "train").options)
 
 
 def features_of(run: Path, corpus: Corpus, folder: Path, jobs: int) -> FeatureStore:
     return extract(corpus, folder, options_of_run(run), jobs=jobs, resample=True)
+
+
+def describe_features(run: Path) -> dict[str, Any]:
+    if made_elsewhere(run):
+        return {"streams": config.load(run / "network" / TASK_FILE).settings.task_options["features"]}
+    return asdict(options_of_run(run))
 
 
 def align_data(run: Path, data: Path, out: Path, system: str, jobs: int) -> str:
@@ -93,7 +114,7 @@ class Recognizer:
         return hyps, score(refs, hyps, {u.id: u.speaker for u in corpus.utterances})
 
 
-def export_run(run: Path, out: Path, *, onnx: bool, posteriors: Path | None, jobs: int) -> list[str]:
+def export_run(run: Path, out: Path, *, onnx: bool, posteriors: str, jobs: int) -> list[str]:
     """Writes what was asked for; returns a line about each."""
     model = AcousticModel.load(run / "lstm")
     facts = export.read_facts(run / "lstm" / "model.json")
@@ -103,16 +124,19 @@ def export_run(run: Path, out: Path, *, onnx: bool, posteriors: Path | None, job
             facts[f"word error rate, {row['set']}"] = f"{row['wer']:.2f} % ({row['low']:.2f} - {row['high']:.2f})"
     model.save(out, facts)
     (out / "priors.safetensors").write_bytes((run / "lstm" / "priors.safetensors").read_bytes())
-    (out / "features.json").write_text(json.dumps(asdict(options_of_run(run)), indent=1))
+    (out / "features.json").write_text(json.dumps(describe_features(run), indent=1))
     (out / "README.md").write_text(export.model_card(model, f"Acoustic model of {run.resolve().name}", facts))
     lines = [f"{out}: model.safetensors, model.json, priors.safetensors, features.json, README.md"]
     if onnx:
         worst = export.write_onnx(model, out / "model.onnx")
         lines.append(f"{out / 'model.onnx'}: log posteriors equal to {worst:.1g}")
-    if posteriors is not None:
-        corpus = read_data_dir(posteriors, need_text=False)
+    if posteriors:
         with tempfile.TemporaryDirectory() as folder:
-            store = features_of(run, corpus, Path(folder) / "features", jobs)
+            store: Stream
+            if made_elsewhere(run):
+                store = from_spec(posteriors)
+            else:
+                store = features_of(run, read_data_dir(Path(posteriors), need_text=False), Path(folder) / "features", jobs)
             count = export.write_posteriors(out, ((name, model.log_posteriors(store[name])) for name in store.ids))
         lines.append(f"{out / 'post.scp'}: log posteriors of {count} utterances")
     return lines

@@ -1,0 +1,78 @@
+"""What a network learns from besides the recordings themselves: masked features, other speeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundelay.asr.align import write_states
+from roundelay.asr.audio import read_audio
+from roundelay.asr.corpus import Corpus, Utterance
+from roundelay.asr.features import FeatureOptions, extract
+from roundelay.asr.masking import Masks
+from roundelay.asr.speeds import at_other_speeds
+from roundelay.asr.task import FrameTask
+from roundelay.errors import UsageError
+
+RATE = 8000
+
+
+@given(st.integers(0, 8), st.integers(0, 12), st.integers(1, 30), st.integers(0, 1000))
+def test_masks_hide_bands_and_stretches_and_nothing_else(mels: int, frames: int, length: int, seed: int) -> None:
+    x = np.ones((length, 24), np.float32)
+    Masks(mels, frames, static=8).apply(x, np.random.default_rng(seed))
+    hidden_frames = (x == 0).all(1)
+    hidden_mels = (x[~hidden_frames] == 0).all(0) if not hidden_frames.all() else np.ones(24, bool)
+    assert ((x == 0) == (hidden_frames[:, None] | hidden_mels[None, :])).all()
+    if not hidden_mels.all():
+        assert hidden_frames.sum() <= frames
+        assert (hidden_mels.reshape(3, 8) == hidden_mels[:8]).all(), "a band is hidden in the deltas, too"
+        assert hidden_mels[:8].sum() <= 2 * mels
+
+
+def tone(folder: Path, hz: float, seconds: float, name: str) -> Utterance:
+    samples = 0.3 * np.sin(2 * np.pi * hz * np.arange(int(RATE * seconds)) / RATE)
+    soundfile.write(folder / f"{name}.wav", samples.astype(np.float32), RATE)
+    return Utterance(name, f"of-{name}", ("A",), folder / f"{name}.wav")
+
+
+@pytest.fixture
+def task_folders(tmp_path: Path) -> dict[str, str]:
+    corpus = Corpus(tmp_path, [tone(tmp_path, 300 + 200 * n, 1.0, f"u{n}") for n in range(3)])
+    store = extract(corpus, tmp_path / "features", FeatureOptions(rate=RATE), progress="none")
+    write_states(tmp_path / "states", {name: np.zeros(store.frames(name), np.int32) for name in store.ids}, 2)
+    features, states = str(tmp_path / "features"), str(tmp_path / "states")
+    return {"features": features, "alignments": states, "valid_features": features, "valid_alignments": states}
+
+
+def test_masked_batches_depend_on_seed_epoch_and_window_alone(task_folders: dict[str, str]) -> None:
+    plain, masked = (FrameTask(**task_folders, mask_mels=m, mask_frames=m) for m in (0, 6))
+    whole = masked.batch(1, 0, masked.samples)[0]
+    again = FrameTask(**task_folders, mask_mels=6, mask_frames=6)
+    pieces = [again.batch(1, n, n + 1)[0] for n in range(again.samples)]
+    assert (np.concatenate([p.numpy() for p in pieces]) == whole.numpy()).all()
+    assert (masked.batch(2, 0, 1)[0].numpy() != whole.numpy()[:1]).any()
+    changed = plain.batch(1, 0, plain.samples)[0].numpy() != whole.numpy()
+    assert 0 < changed.mean() < 0.6
+    assert (whole.numpy()[changed] == 0).all()
+    with pytest.raises(UsageError, match="mask_mels = 41"):
+        FrameTask(**task_folders, mask_mels=41)
+
+
+def test_copies_at_other_speeds_are_shorter_or_longer_other_voices(tmp_path: Path) -> None:
+    utterance = tone(tmp_path, 400.0, 1.0, "u")
+    for speed, copy in zip(
+        (0.9, 1.1), at_other_speeds([utterance], (0.9, 1.1), tmp_path / "out", RATE, progress="none"), strict=True
+    ):
+        assert (copy.id, copy.speaker, copy.words) == (f"sp{speed:g}-u", f"sp{speed:g}-of-u", ("A",))
+        samples = read_audio(copy, RATE)
+        assert len(samples) == pytest.approx(RATE / speed, abs=2)
+        spectrum = np.abs(np.fft.rfft(samples))
+        assert spectrum.argmax() * RATE / len(samples) == pytest.approx(400.0 * speed, abs=2), "pitch moves along"
+    with pytest.raises(UsageError, match="speed 1 is no use"):
+        at_other_speeds([utterance], (1.0,), tmp_path / "out", RATE)
