@@ -86,7 +86,7 @@ def test_a_run_goes_on_with_another_number_of_learners(strategy: str, jobs: Jobs
 def test_a_run_killed_in_the_middle_of_saving_goes_on_from_the_checkpoint_before(jobs: Jobs) -> None:
     settings = ["strategy=sync", "learners=2", "epochs=3", "save_every_epochs=1", "exact=true"]
     jobs.train(*settings, run="straight").end(60).expect(0)
-    job = jobs.train(*settings, hold_save=1)
+    job = jobs.train(*settings, hold_save=240)
     job.until(lambda: (jobs.trace / "saving").exists(), "second checkpoint")
     partial = jobs.folder / "run" / "ckpt" / ".samples-000000000240.partial"
     assert (partial / "rank-000.safetensors").exists()

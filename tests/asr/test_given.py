@@ -26,7 +26,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = (
     f"given.num_pdfs={NUM_PDFS}",
     "network.layers=1", "network.hidden=24", "network.bottleneck=16",
-    "train.learners=4", "train.machines=2", "train.batch=2", "train.lr=0.4", "train.save_every_epochs=8",
+    "train.learners=3", "train.machines=2", "train.batch=2", "train.lr=0.4", "train.save_every_epochs=8",
 )  # fmt: skip
 """Size only: paths, streams, strategy, topology, epochs and schedule are those of the recipe."""
 BY_PDF = ("given.alignment_labels=pdfs", "given.train_alignments=exp/pdf_train.txt", "given.dev_alignments=exp/pdf_dev.txt")

@@ -159,7 +159,6 @@ def test_ddp_and_gossip_between_two_machines(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.timeout(120)
 def test_a_machine_of_two_learners_sends_one_model_per_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hierarchy, "TASK", FRAMES)
-    monkeypatch.setattr(hierarchy, "SETTINGS", {"hidden": 192})
     monkeypatch.setattr(hierarchy, "STEPS", 24)
     monkeypatch.setattr(hierarchy, "RATES", (0.6,))
     found = hierarchy.compare(["2x2"], lambda text: None, quick=True)

@@ -87,15 +87,15 @@ class Dots:
             wait_for(folder / "go")
 
     def _sabotage_saving(self) -> None:
-        """The chosen checkpoint stops for good when its shards are written and it is about to become complete."""
+        """The checkpoint at that many samples stops for good when its shards are written and it is about to become complete,
+        in whichever process completes it."""
         from roundelay.train import checkpoint
 
-        describe, seen = checkpoint.Checkpoints.describe, [0]
+        describe = checkpoint.Checkpoints.describe
 
-        def held(self_: Any, *args: Any) -> Any:
-            meta = describe(self_, *args)
-            number, seen[0] = seen[0], seen[0] + 1
-            if number == self.hold_save:
+        def held(self_: Any, partial: Path, position: int, living: list[int]) -> Any:
+            meta = describe(self_, partial, position, living)
+            if position == self.hold_save:
                 (Path(self.trace) / "saving").write_text(str(os.getpid()))
                 wait_for(Path(self.trace) / "never")
             return meta

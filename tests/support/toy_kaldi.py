@@ -23,7 +23,7 @@ PDFS = np.random.default_rng(7).permutation(PHONES * STATES)
 NUM_PDFS = len(PDFS)
 FMLLR, IVECTOR, LOGMEL = 6, 3, 5
 
-SETS = {"train": (50, 5), "dev": (12, 2), "eval2000": (15, 3)}
+SETS = {"train": (40, 5), "dev": (12, 2), "eval2000": (15, 3)}
 """Utterances and speakers."""
 
 
