@@ -27,7 +27,7 @@ STEPS = 96
 """The budget, in steps of everybody."""
 BATCH = 8
 RATES = (0.8, 1.6, 2.4)
-REPEATS = 4
+REPEATS = 2
 """How often each is run again at its best rate, turn by turn; the median counts."""
 MARGIN = 1.3
 """Runs differ: so much more than the first needed is given to the later ones, so that late ones count, too."""
