@@ -22,6 +22,7 @@ from roundelay.recipe.runner import GIVEN_STAGES, STAGES, fingerprint
 from roundelay.recipe.stages import Work
 from roundelay.recipe.use import options_of_run
 
+pytestmark = pytest.mark.timeout(240)  # the first test waits for a whole recipe
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = (
     f"given.num_pdfs={NUM_PDFS}",
@@ -47,7 +48,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("given")
     recipe = layout(folder)
     with Jobs(folder) as jobs:
-        ended = jobs.run("run", str(recipe), f"run={folder / 'run'}", *SMALL, "--jobs", "1", "--json", timeout_s=100)
+        ended = jobs.run("run", str(recipe), f"run={folder / 'run'}", *SMALL, "--jobs", "1", "--json", timeout_s=200)
         ended.expect(0)
     assert json.loads(ended.out) == json.loads((folder / "run" / "result.json").read_text())
     return recipe

@@ -22,6 +22,8 @@ DIGITS = DATA / "fsdd"
 RECIPE = Path(__file__).parents[2] / "recipes" / "librispeech"
 needs_digits = pytest.mark.skipif(not DIGITS.is_dir(), reason="the recordings of fsdd are not here (ROUNDELAY_DATA)")
 
+pytestmark = pytest.mark.timeout(240)  # the first test waits for a whole recipe
+
 RATE = 16_000
 SMALL = (
     "mono.passes=8", "mono.gaussians=2", "tri.leaves=60", "tri.passes=6", "tri.gaussians=2",
@@ -64,7 +66,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (corpus / "SPEAKERS.TXT").write_text("; 19 | F | train-clean-5 | 0.1 | A Reader\n")
     with Jobs(folder) as jobs:
         command = ["run", str(RECIPE), f"source.root={corpus}", "run=run", *SMALL, "--jobs", "1", "--json"]
-        jobs.run(*command, timeout_s=100).expect(0)
+        jobs.run(*command, timeout_s=200).expect(0)
     return folder
 
 
