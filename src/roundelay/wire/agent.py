@@ -291,24 +291,24 @@ class Agent:
             return False
         if self._open is not None:
             return self._try_to_close()
-        if self._play_to is not None and self.round > self._play_to:
+        # looked at once: the learner may set it meanwhile, and a round beyond the last would be waited for in vain
+        last = self._play_to
+        if last is not None and self.round > last:
             self._at_rest.set()
             return False
-        if len(self.dead) + 1 >= self.size and self._play_to is None:
+        if len(self.dead) + 1 >= self.size and last is None:
             return False
         partner = self._matching(self.round)[self.rank]
         if partner == self.rank or partner in self.dead:
             self._figures["skipped"] += partner != self.rank
             self.round += 1
             return True
-        if not self._may_enter():
+        if last is None and not self._may_enter():
             return False
         self._enter(partner)
         return True
 
     def _may_enter(self) -> bool:
-        if self._play_to is not None:
-            return True
         if self._asking:
             owed = self._gradients / self._gradients_per_meeting - self._met - self._owed_from
             if owed > MOST_OWED:
