@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import roundelay
-from roundelay.errors import RoundelayError
+from roundelay.errors import reported
 from roundelay.recipe import commands as speech
 
 EPILOG = {
@@ -84,16 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        return int(args.run_command(args) or 0)
-    except RoundelayError as error:
-        print(f"roundelay: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("roundelay: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        return 0
+    return reported(lambda: args.run_command(args))
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -44,6 +44,7 @@ def run_train(args: argparse.Namespace) -> int:
         command.append("--json")
     return start_learners(
         command,
+        lambda: _run_rank(config.load(args.file, [*args.overrides, here]), args.json),
         settings.learners,
         host="127.0.0.1" if settings.host == "auto" else settings.host,
         port=settings.port,

@@ -71,10 +71,9 @@ class Job:
         found = {}
         for pid in descendants(self.process.pid):
             with suppress(OSError):
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                rank = next((v for v in variables if v.startswith(b"RANK=")), None)
-                if rank is not None:
-                    found[int(rank[5:])] = pid
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith("learner-"):
+                    found[int(name.removeprefix("learner-"))] = pid
         return found
 
     def signal(self, number: int) -> None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Protocol, TextIO
 
-from roundelay.errors import UsageError
+import torch
+
+from roundelay.errors import UsageError, reported
 from roundelay.wire.group import Roll
 from roundelay.wire.store import JobStore, join, serve
 
@@ -26,7 +31,6 @@ GRACE_S = 9.0
 def child_environment(rank: int, size: int, host: str, port: int) -> dict[str, str]:
     """torchrun's variables for one local learner; the store is served by the parent."""
     return {
-        **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),
@@ -38,13 +42,42 @@ def child_environment(rank: int, size: int, host: str, port: int) -> dict[str, s
     }
 
 
-def start_learners(command: Sequence[str], size: int, *, host: str, port: int, run: Path | None, survives_death: bool) -> int:
-    """Runs one process per learner with torchrun's variables set; returns the job's exit code."""
+class Child(Protocol):
+    """A learner's process, as its parent sees it."""
+
+    returncode: Any
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+def start_learners(
+    command: Sequence[str],
+    learn: Callable[[], int],
+    size: int,
+    *,
+    host: str,
+    port: int,
+    run: Path | None,
+    survives_death: bool,
+) -> int:
+    """Runs one process per learner with torchrun's variables set; returns the job's exit code.
+
+    Learners are forked from this process, which has imported everything, and call `learn`: starting torch anew takes each of
+    them seconds. Where torch is built for CUDA they are started afresh with `command`, since a GPU does not survive a fork.
+    """
     if size < 1:
         raise UsageError(f"{size} learners", where="learners", do="give at least 1")
-    server = serve(host, port)
+    # forked before the store is served: its threads and sockets must not be in the children, too
+    nest = Nest(learn, size, host, run) if torch.version.cuda is None and torch.version.hip is None else None
+    server = serve(host, port)  # where this fails, the nest's pipe is closed with this process, and the children go home
     store = JobStore(join(host, server.port, 60.0), "job/0/")
-    children = [_start(command, rank, size, host, server.port, run) for rank in range(size)]
+    children: Sequence[Child]
+    if nest is not None:
+        children = nest.send_out(server.port)
+    else:
+        children = [_start(command, rank, size, host, server.port, run) for rank in range(size)]
     forward = {s: signal.signal(s, lambda n, f: _signal_all(children, n)) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         return _watch(children, Roll(store), run, survives_death)
@@ -54,27 +87,92 @@ def start_learners(command: Sequence[str], size: int, *, host: str, port: int, r
             signal.signal(number, handler)
 
 
+class Forked:
+    """A forked learner."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+class Nest:
+    """Forked learners that wait for the port of the job's store; told none, they leave without a word."""
+
+    PORT = struct.Struct("i")
+
+    def __init__(self, learn: Callable[[], int], size: int, host: str, run: Path | None) -> None:
+        self._hear, self._say = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.children = []
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                self._live(learn, rank, size, host, run)
+            self.children.append(Forked(pid))
+        os.close(self._hear)
+
+    def send_out(self, port: int) -> list[Forked]:
+        os.write(self._say, self.PORT.pack(port) * len(self.children))
+        os.close(self._say)
+        return self.children
+
+    def _live(self, learn: Callable[[], int], rank: int, size: int, host: str, run: Path | None) -> NoReturn:
+        """A child's whole life: it never returns into its parent's code."""
+        code = 1
+        try:
+            os.close(self._say)
+            os.setsid()
+            told = os.read(self._hear, self.PORT.size)
+            if not told:
+                os._exit(0)
+            Path("/proc/self/comm").write_text(f"learner-{rank}")  # what ps and top show
+            os.environ |= child_environment(rank, size, host, *self.PORT.unpack(told))
+            if rank > 0 and run is not None:
+                with _open_log(run, rank) as log:
+                    os.dup2(log.fileno(), 1)
+                    os.dup2(log.fileno(), 2)
+            code = reported(learn)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+
 def _start(command: Sequence[str], rank: int, size: int, host: str, port: int, run: Path | None) -> subprocess.Popen[Any]:
-    log: Any = None
-    if rank > 0 and run is not None:
-        (run / "log").mkdir(parents=True, exist_ok=True)
-        log = open(_log(run, rank), "w")  # noqa: SIM115 - the child keeps it
-    try:
-        return subprocess.Popen(
-            command, env=child_environment(rank, size, host, port), stdout=log, stderr=log, start_new_session=True
-        )
-    finally:
-        if log is not None:
-            log.close()
+    env = {**os.environ, **child_environment(rank, size, host, port)}
+    if rank == 0 or run is None:
+        return subprocess.Popen(command, env=env, start_new_session=True)
+    with _open_log(run, rank) as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
-def _signal_all(children: Sequence[subprocess.Popen[Any]], number: int) -> None:
+def _open_log(run: Path, rank: int) -> TextIO:
+    (run / "log").mkdir(parents=True, exist_ok=True)
+    return open(_log(run, rank), "w")
+
+
+def _signal_all(children: Sequence[Child], number: int) -> None:
     for child in children:
         if child.poll() is None:
             child.send_signal(number)
 
 
-def _watch(children: Sequence[subprocess.Popen[Any]], roll: Roll, run: Path | None, survives_death: bool) -> int:
+def _watch(children: Sequence[Child], roll: Roll, run: Path | None, survives_death: bool) -> int:
     """Waits for all; the first failure that is not merely the echo of another decides the exit code."""
     codes: dict[int, int] = {}
     deadline: float | None = None
