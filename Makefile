@@ -19,9 +19,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,synth,onnx]'
 	touch $@
 
-# One thread per process: the tests start many processes, and threads that fight for cores make them slow.
+# One thread per process: the tests start many processes, and threads that fight for cores make them slow. Two files of tests
+# at a time; a file stays together, because its tests share what was made for the first of them.
 test: setup  ## all tests; ARGS="-k ring" chooses some
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: setup  ## style, format, types, and who imports whom
 	$(BIN)/ruff check .
