@@ -151,7 +151,7 @@ class Jobs:
     def batches(self) -> dict[int, list[list[int]]]:
         """The samples of every gradient, by rank, in order."""
         found: dict[int, list[list[int]]] = {}
-        for path in sorted(self.trace.glob("samples-*.txt")):
+        for path in sorted(self.trace.glob("samples-*.txt"), key=lambda p: p.stat().st_mtime_ns):  # runs one after another
             lines = path.read_text().splitlines()
             found.setdefault(int(path.name.split("-")[1]), []).extend([int(p) for p in line.split()] for line in lines)
         return found
