@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import roundelay
+from roundelay import interrupts
 from roundelay.errors import RoundelayError
 from roundelay.recipe import commands as speech
 
@@ -22,8 +23,6 @@ EPILOG = {
   roundelay list topologies --size 16 --json""",
     "config": """example:
   roundelay config examples/frames.toml strategy=kstep""",
-    "demo": """example:
-  roundelay demo --json""",
     "bench": """examples:
   roundelay bench throughput --quick
   roundelay bench overhead --json
@@ -72,9 +71,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", metavar="key=value")
     p.add_argument("--json", action="store_true", help="print JSON")
 
-    p = command("demo", "train the example task with several strategies on two learners and compare them", run_demo)
-    p.add_argument("--json", action="store_true", help="print the table as JSON at the end")
-
     p = command("bench", f"measure: {', '.join(BENCHES)}", run_bench)
     p.add_argument("which", choices=BENCHES)
     p.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark; see roundelay bench WHICH --help")
@@ -84,6 +80,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    with interrupts.listening():
+        return obey(args)
+
+
+def obey(args: argparse.Namespace) -> int:
     try:
         return int(args.run_command(args) or 0)
     except RoundelayError as error:
@@ -94,6 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
+    except Exception:
+        if not interrupts.came():
+            raise
+        print("roundelay: interrupted", file=sys.stderr)  # a library made an error of its own out of it
+        return 130
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -112,12 +118,6 @@ def run_config(args: argparse.Namespace) -> int:
     from roundelay import verbs
 
     return verbs.run_config(args)
-
-
-def run_demo(args: argparse.Namespace) -> int:
-    from roundelay.bench.demo import demo
-
-    return demo(as_json=args.json)
 
 
 def run_bench(args: argparse.Namespace) -> int:

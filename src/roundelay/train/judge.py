@@ -25,6 +25,8 @@ class Judge:
     def __init__(self, task: Task, learner: Learner, say: Callable[[str], None]) -> None:
         self.task, self.learner, self.say = task, learner, say
         self._unsaid: list[tuple[str, int]] = []
+        self.newest = ""
+        """The held-out figures that were said last."""
 
     def judge(self, position: int, mean: Tensor, spread: float | None, final: bool = False) -> None:
         """Judges this learner's part of the model and posts it; the last one to post writes the event."""
@@ -75,6 +77,7 @@ class Judge:
                 return
             self._unsaid.pop(0)
             figures = "  ".join(f"{name} {value:.4f}" for name, value in json.loads(note).items())
+            self.newest = figures
             self.say(f"epoch {position / self.task.samples:6.2f}  held-out {figures}")
 
     def _effective_rate(self, mean: Tensor) -> float | None:

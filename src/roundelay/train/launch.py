@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roundelay.errors import UsageError
+from roundelay.errors import Interrupted, UsageError
 from roundelay.wire.group import Roll
 from roundelay.wire.store import JobStore, join, serve
 
@@ -44,9 +44,19 @@ def start_learners(command: Sequence[str], size: int, *, host: str, port: int, r
         raise UsageError(f"{size} learners", where="learners", do="give at least 1")
     server = serve(host, port)
     store = JobStore(join(host, server.port, 60.0), "job/0/")
-    children = [_start(command, rank, size, host, server.port, run) for rank in range(size)]
-    forward = {s: signal.signal(s, lambda n, f: _signal_all(children, n)) for s in (signal.SIGINT, signal.SIGTERM)}
+    children: list[subprocess.Popen[Any]] = []
+    heard: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        heard.append(number)
+        _signal_all(children, number)
+
+    forward = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
+        for rank in range(size):
+            if heard:
+                return Interrupted.exit_code
+            children.append(_start(command, rank, size, host, server.port, run))
         return _watch(children, Roll(store), run, survives_death)
     finally:
         _signal_all(children, signal.SIGKILL)

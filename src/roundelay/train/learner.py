@@ -86,7 +86,7 @@ class Learner:
         )
         self.events = events or EventLog(None, place.rank)
         self.recorder = Recorder(self.worker, self.job, self.events, options.log_every_s)
-        self.watchdog = Watchdog(self.worker, self.job, place, self.events, options.timeout_s)
+        self.watchdog = Watchdog(self.worker, self.job, place, self.events, options.timeout_s, lambda: self.recorder.last)
         self.claims: Turn | Race | None = None
         self.completed: list[tuple[int, int]] = []
         self.steps = 0
@@ -201,6 +201,11 @@ class Learner:
             if isinstance(self.claims, Race):
                 self.claims.complete(span)
         self.recorder.stepped()
+
+    def everybody(self) -> list[dict[str, Any]]:
+        """The last figures of all learners that have some, so far as they are known here; costs the others nothing."""
+        mine = [{"rank": self.place.rank, **self.recorder.last}] if self.recorder.last else []
+        return mine + self.watchdog.figures()
 
     def _timed(self, compute: Callable[[], float]) -> Callable[[], float]:
         def run() -> float:

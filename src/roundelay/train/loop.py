@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from roundelay.core.events import EventLog
 from roundelay.core.task import Task
 from roundelay.errors import DataError, Interrupted, PeerLost, UsageError, nearest
-from roundelay.progress import Progress
 from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_model
 from roundelay.train.claims import Race, Turn
 from roundelay.train.feed import Feed
 from roundelay.train.judge import Judge
 from roundelay.train.learner import Learner, innermost
 from roundelay.train.options import Options
+from roundelay.train.panel import Panel, Subject
 from roundelay.train.place import Place
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -80,7 +80,7 @@ class Run:
         if plan.run is not None:
             (plan.run / "log").mkdir(parents=True, exist_ok=True)
         self._log = open(plan.run / "log" / f"rank-{place.rank:03d}.txt", "a") if plan.run is not None else None  # noqa: SIM115
-        self.progress = Progress(plan.progress if place.rank == 0 else "none")
+        self.panel = Panel(plan.progress if place.rank == 0 else "none")
         with BUILDING:
             torch.manual_seed(options.seed)
             module = task.build().to(place.device)
@@ -102,7 +102,8 @@ class Run:
         if self._log is not None:
             self._log.write(time.strftime("%H:%M:%S ") + line + "\n")
             self._log.flush()
-        self.progress.line(line) if self.place.rank == 0 else None
+        if self.place.rank == 0:
+            self.panel.line(line)
 
     def _check_shared(self, run: Path) -> None:
         """All ranks must see one run directory: shards of a checkpoint are put together there."""
@@ -166,7 +167,7 @@ class Run:
                 ) from error
             raise
         finally:
-            self.progress.close()
+            self.panel.close()
             if self._log is not None:
                 self._log.close()
             learner.close()
@@ -191,7 +192,8 @@ class Run:
             self._look_after_saves()
             if plan.on_step is not None:
                 plan.on_step(learner)
-            self.progress.step(learner.position, total, learner.recorder.last)
+            self.panel.held_out = self.judge.newest
+            self.panel.step(learner.position, total)
 
     def _compute(self, batch: Any) -> Callable[[], float] | None:
         if batch is None:
@@ -354,6 +356,9 @@ class Run:
             f"global batch {sum(batches)} ({'+'.join(map(str, batches))}), rate {self.plan.lr:g} for that batch, "
             f"{parameters:,} parameters, samples {first} to {total}"
         )
+        title = f"{self.options.strategy}, {self.place.size} learner{'s' * (self.place.size > 1)}"
+        frames, seconds = (float(getattr(self.task, name, 0.0)) for name in ("frames_per_sample", "seconds_per_sample"))
+        self.panel.start(Subject(title, self.task.samples, frames, seconds), self.learner.everybody)
 
     def _signals(self) -> Any:
         return StopOnSignals(self._asked_to_stop)
