@@ -130,8 +130,11 @@ def trained(network: Path) -> dict[str, Any]:
             logprob = event["figures"]["logprob"]
     longest = max(seconds.values())
     return {
-        "seconds": round(longest, 2), "samples": samples, "samples_per_s": round(samples / longest, 1), "logprob": round(logprob, 4),
-    }  # fmt: skip
+        "seconds": round(longest, 2),
+        "samples": samples,
+        "samples_per_s": round(samples / longest, 1),
+        "logprob": round(logprob, 4),
+    }
 
 
 def write_page(work: Work) -> None:

@@ -180,7 +180,7 @@ def load(where: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Reci
 def set_apart(items: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Those `key=value` that the command itself takes, and the recipe's."""
     own = {key: value for key, _, value in (item.partition("=") for item in items) if key in names}
-    config.check({key: value for key, value in own.items()}, "command line")
+    config.check(own, "command line")
     return own, [item for item in items if item.partition("=")[0] not in names]
 
 
