@@ -13,7 +13,7 @@ from dataclasses import asdict
 from roundelay import config
 from roundelay.check.links import Link, measure
 from roundelay.check.machine import Finding, look_at_address, look_at_store, this_machine
-from roundelay.errors import PeerLost
+from roundelay.errors import PeerLost, UsageError
 from roundelay.train.launch import start_learners
 from roundelay.train.place import call_the_roll, host_towards, under_launcher
 from roundelay.wire.store import JobStore, join, serve
@@ -32,6 +32,8 @@ def as_rank(settings: config.Settings) -> tuple[int, list[Finding], list[Link]]:
     cards = call_the_roll(store, rank, size, machine, settings.timeout_s, {})
     here = host_towards(address, port) if settings.host == "auto" else settings.host
     rows = [look_at_address(here, address, port)]
+    if rows[0].state == "failure":
+        raise UsageError(f"no door can be opened at {rows[0].found}", where=f"rank {rank}, host", do=rows[0].do)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         rows = [*this_machine(settings), *rows]
     links = measure(store, rank, size, here, settings.timeout_s)

@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ class EventLog:
     def write(self, event: str, **figures: Any) -> None:
         if self._fd >= 0:
             line = json.dumps({"event": event, "time": round(time.time(), 4), "rank": self.rank, **figures})
-            os.write(self._fd, (line + "\n").encode())
+            with suppress(OSError):  # a full disk: figures are not worth a run; the next checkpoint says what to do
+                os.write(self._fd, (line + "\n").encode())
 
     def close(self) -> None:
         if self._fd >= 0:

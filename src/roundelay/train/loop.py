@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from roundelay.core.events import EventLog
 from roundelay.core.task import Task
 from roundelay.errors import DataError, Interrupted, PeerLost, UsageError, nearest
-from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_model
+from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_model, writing
 from roundelay.train.claims import Race, Turn
 from roundelay.train.feed import Feed
 from roundelay.train.judge import Judge
@@ -100,8 +101,9 @@ class Run:
     def say(self, line: str) -> None:
         """To this rank's log, and to the person who watches (whoever of the learners has news)."""
         if self._log is not None:
-            self._log.write(time.strftime("%H:%M:%S ") + line + "\n")
-            self._log.flush()
+            with suppress(OSError):  # a full disk stops the log, not the run
+                self._log.write(time.strftime("%H:%M:%S ") + line + "\n")
+                self._log.flush()
         if self.place.rank == 0:
             self.panel.line(line)
 
@@ -169,7 +171,8 @@ class Run:
         finally:
             self.panel.close()
             if self._log is not None:
-                self._log.close()
+                with suppress(OSError):
+                    self._log.close()
             learner.close()
 
     def _loop(self, claims: Turn | Race, total: int) -> None:
@@ -281,7 +284,9 @@ class Run:
             self.judge.judge(learner.position, mean, None, final=True)
         if self.place.rank == min(learner.job.living()):
             if plan.run is not None:
-                save_file(model_tensors(learner, mean, learner.flat.buffer_vector()), str(plan.run / "model.safetensors"))
+                tensors, path = model_tensors(learner, mean, learner.flat.buffer_vector()), plan.run / "model.safetensors"
+                with writing("the model", f"rank {self.place.rank}, {path}"):
+                    save_file(tensors, str(path))
             result |= self._gather_figures(size)
         return result
 
