@@ -86,6 +86,7 @@ def plan_of(settings: config.Settings, run: Path | None) -> Plan:
         evaluate=settings.evaluate,
         keep=settings.keep,
         progress=settings.progress,
+        tensorboard=settings.tensorboard,
     )
 
 

@@ -1,5 +1,6 @@
 """The events of a run: one JSON object per line, appended by every learner to one file.
 
+start        once per start or resume: what runs where, with which versions, and who averages with whom
 steps        per learner, about once a second: steps, samples, samples/s, loss, rate, seconds by kind, staleness counts,
              meetings, bytes
 evaluation   held-out figures of the average model, with the spread between learners it was made from

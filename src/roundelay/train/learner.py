@@ -23,6 +23,7 @@ from roundelay.core.task import epoch_order
 from roundelay.core.traits import Strategy
 from roundelay.core.worker import Share, Worker
 from roundelay.errors import DataError, UsageError
+from roundelay.train.about import environment, mixing
 from roundelay.train.claims import Claim, Dealt, Race, Turn
 from roundelay.train.optim import Optimizer
 from roundelay.train.options import Options
@@ -108,7 +109,19 @@ class Learner:
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, **about: Any) -> None:
+        """`about`: what else a report should know of this run."""
+        if self.rank == 0:
+            self.events.write(
+                "start",
+                **about,
+                strategy=self.options.strategy,
+                learners=self.size,
+                hosts=self.place.hosts,
+                parameters=self.flat.phi.numel(),
+                mixing=mixing(self.strategy, self.place, self.leaders),
+                environment=environment(self.place.device),
+            )
         self.strategy.start(self.worker)
         self.watchdog.start()
         self.recorder.start()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ from safetensors.torch import save_file
 from roundelay.core.events import EventLog
 from roundelay.core.task import Task
 from roundelay.errors import DataError, Interrupted, PeerLost, UsageError, nearest
+from roundelay.train.board import FOLDER, Scribe
 from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_model, writing
 from roundelay.train.claims import Race, Turn
 from roundelay.train.feed import Feed
@@ -27,6 +26,7 @@ from roundelay.train.learner import Learner, innermost
 from roundelay.train.options import Options
 from roundelay.train.panel import Panel, Subject
 from roundelay.train.place import Place
+from roundelay.train.signals import StopOnSignals
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -54,6 +54,7 @@ class Plan:
     evaluate: bool = True
     keep: int = 3
     progress: str = "auto"
+    tensorboard: bool = True
     about: dict[str, Any] = field(default_factory=dict)
     on_step: Callable[[Learner], None] | None = None
     """Called after every step: for benchmarks that look over the learner's shoulder."""
@@ -89,6 +90,8 @@ class Run:
         events = EventLog(plan.run / "events.jsonl" if plan.run is not None else None, place.rank)
         self.learner = Learner(place, module, make_optimizer(plan, module), options, events)
         self.judge = Judge(task, self.learner, self.say)
+        self.scribe = Scribe(self.learner, plan.run / FOLDER if plan.run is not None and plan.tensorboard else None)
+        self.judge.on_result = self.scribe.judged
         self.checkpoints: Checkpoints | None = None
         if plan.run is not None:
             self._check_shared(plan.run)
@@ -134,7 +137,8 @@ class Run:
             batches = self._batches()
             total = round(plan.epochs * self.task.samples)
             first, holes = self._resume()
-            learner.start()
+            self.scribe.start(first)
+            learner.start(batches=batches, first=first, total=total, samples=self.task.samples)
             if self.checkpoints is not None:
                 self.checkpoints.restore_strategy()
             if first >= total and not holes:
@@ -173,6 +177,7 @@ class Run:
             if self._log is not None:
                 with suppress(OSError):
                     self._log.close()
+            self.scribe.close()
             learner.close()
 
     def _loop(self, claims: Turn | Race, total: int) -> None:
@@ -257,7 +262,12 @@ class Run:
             if self.plan.evaluate:
                 note = json.loads(self.learner.job.store.get(f"complete/{position}") or "{}")
                 path = self.checkpoints.folder / f"samples-{position:012d}"
-                self.judge.judge(position, read_model(path, self.learner), note.get("spread"))
+                try:
+                    mean = read_model(path, self.learner)
+                except FileNotFoundError:  # the others are `keep` checkpoints ahead and have removed it: it goes unjudged
+                    self.say(f"{path.name} was gone before this rank could judge it; keep=… keeps more checkpoints")
+                    continue
+                self.judge.judge(position, mean, note.get("spread"))
 
     def _save_and_settle(self) -> None:
         """The last checkpoint, before the models are averaged: a resumed run goes on as if there had been no end."""
@@ -367,29 +377,6 @@ class Run:
 
     def _signals(self) -> Any:
         return StopOnSignals(self._asked_to_stop)
-
-
-class StopOnSignals:
-    """The first SIGINT or SIGTERM asks for a stop at the next step; a second SIGINT stops at once."""
-
-    def __init__(self, flag: threading.Event) -> None:
-        self._flag = flag
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if self._flag.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._flag.set()
-        print("roundelay: stopping after this step; a checkpoint is being written", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
