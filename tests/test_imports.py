@@ -3,7 +3,7 @@
 torch.distributed          in wire, train.launch and bench only
 time, random, threading    never in strategy and topology
 strategy, topology         nothing of ours but core, errors and progress; a strategy never another strategy
-asr, feed                  nothing of ours but errors and progress
+asr, feed                  nothing of ours but errors, interrupts and progress
 report                     nothing of ours but core.events, errors and progress
 """
 
@@ -23,7 +23,7 @@ MODULES = {
 MAY_DISTRIBUTE = ("roundelay.wire", "roundelay.train.launch", "roundelay.bench")
 NO_CLOCK = ("roundelay.strategy", "roundelay.topology")
 CLOCKS_AND_DICE = ("time", "random", "threading")
-BASE = ("roundelay.errors", "roundelay.progress")
+BASE = ("roundelay.errors", "roundelay.interrupts", "roundelay.progress")
 MAY_IMPORT_OF_OURS = {
     "roundelay.strategy": ("roundelay.core", *BASE),
     "roundelay.topology": ("roundelay.core", *BASE),

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 import roundelay
-from roundelay.errors import reported
+from roundelay import interrupts
+from roundelay.bench import BENCHES
 from roundelay.recipe import commands as speech
 
 EPILOG = {
@@ -19,25 +20,26 @@ EPILOG = {
   torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml strategy=hierarchical(adpsgd)""",
     "list": """examples:
   roundelay list strategies
+  roundelay list recipes
   roundelay list topologies --size 16 --json""",
-    "config": """example:
-  roundelay config examples/frames.toml strategy=kstep""",
-    "demo": """example:
-  roundelay demo --json""",
+    "config": """examples:
+  roundelay config examples/frames.toml strategy=kstep
+  roundelay config recipes/spoken train.learners=4""",
     "bench": """examples:
   roundelay bench throughput --quick
   roundelay bench overhead --json
   sudo roundelay bench network --quick""",
+    "check": """examples:
+  roundelay check
+  roundelay check learners=2 run=runs/next
+  torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check host=auto""",
+    "completion": """examples:
+  roundelay completion bash > ~/.local/share/bash-completion/completions/roundelay
+  source <(roundelay completion zsh)
+  roundelay completion fish > ~/.config/fish/completions/roundelay.fish""",
     **speech.EPILOG,
 }
-BENCHES = {
-    "throughput": "roundelay.bench.throughput",
-    "network": "roundelay.bench.network",
-    "overhead": "roundelay.bench.overhead",
-    "learning": "roundelay.bench.learning",
-    "speech": "roundelay.recipe.strategies",
-    "road": "roundelay.recipe.road",
-}
+LISTS = ["strategies", "topologies", "wires", "models", "recipes", "stages", "optimizers", "schedules", "benchmarks"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,18 +64,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     p.add_argument("--json", action="store_true", help="print the run's figures as JSON at the end")
 
-    p = command("list", "list strategies, topologies, wires or acoustic models", run_list)
-    p.add_argument("what", choices=["strategies", "topologies", "wires", "models"])
+    p = command("list", f"list {', '.join(LISTS[:-1])} or {LISTS[-1]}", run_list)
+    p.add_argument("what", choices=LISTS)
     p.add_argument("--size", type=int, default=8, help="learners, for the figures of topologies (default 8)")
     p.add_argument("--json", action="store_true", help="print JSON")
 
     p = command("config", "print the resolved settings and where each came from", run_config)
-    p.add_argument("file", metavar="FILE")
-    p.add_argument("overrides", nargs="*", metavar="key=value")
+    p.add_argument("file", metavar="FILE", help="a TOML file with settings, or the folder of a recipe")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     p.add_argument("--json", action="store_true", help="print JSON")
 
-    p = command("demo", "train the example task with several strategies on two learners and compare them", run_demo)
-    p.add_argument("--json", action="store_true", help="print the table as JSON at the end")
+    p = command("check", "will a run work here, and what would it use? Alone, with learners=N, or under torchrun", run_check)
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="as for a run: learners, host, port, run, device")
+    p.add_argument("--json", action="store_true", help="print JSON")
+
+    p = command("completion", "print a script that completes commands, options and settings in your shell", run_completion)
+    p.add_argument("shell", choices=["bash", "zsh", "fish"])
 
     p = command("bench", f"measure: {', '.join(BENCHES)}", run_bench)
     p.add_argument("which", choices=BENCHES)
@@ -84,7 +90,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    return reported(lambda: args.run_command(args))
+    with interrupts.listening():
+        return interrupts.reported(lambda: args.run_command(args))
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -105,10 +112,17 @@ def run_config(args: argparse.Namespace) -> int:
     return verbs.run_config(args)
 
 
-def run_demo(args: argparse.Namespace) -> int:
-    from roundelay.bench.demo import demo
+def run_check(args: argparse.Namespace) -> int:
+    from roundelay.check import command
 
-    return demo(as_json=args.json)
+    return command.run(args)
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    from roundelay import completion, verbs
+
+    print(completion.script(args.shell, completion.words_of(parser(), verbs.keys_of_commands()), verbs.VALUES), end="")
+    return 0
 
 
 def run_bench(args: argparse.Namespace) -> int:

@@ -57,6 +57,7 @@ class Settings(Options):
     host: str = "127.0.0.1"  # the address that sockets bind; "auto": the one that reaches MASTER_ADDR
     port: int = 0  # of the job's store; 0: the system chooses
     progress: str = "auto"  # auto, rich, plain, none
+    tensorboard: bool = True  # write the run's figures for TensorBoard, too
 
 
 CHOICES = {

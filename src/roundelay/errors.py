@@ -7,8 +7,7 @@ leaves with the exit code of the class.
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 
 class RoundelayError(Exception):
@@ -56,17 +55,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     lowered = {n.lower(): n for n in names}
     close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
     return f"did you mean '{lowered[close[0]]}'?" if close else f"choose one of: {', '.join(names)}"
-
-
-def reported(run: Callable[[], int | None]) -> int:
-    """Runs a command; a user's mistake becomes its message and exit code."""
-    try:
-        return int(run() or 0)
-    except RoundelayError as error:
-        print(f"roundelay: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("roundelay: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        return 0

@@ -7,16 +7,18 @@ import json
 import os
 import sys
 import threading
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from roundelay import config, strategy, topology
 from roundelay.asr.model import PRESETS
+from roundelay.bench import BENCHES
 from roundelay.errors import UsageError
 from roundelay.train.launch import start_learners
 from roundelay.train.learner import build_strategy
-from roundelay.train.loop import Plan, train
+from roundelay.train.loop import OPTIMIZERS, Plan, train
 from roundelay.train.place import WIRES, alone, check_wire, from_environment, under_launcher
 from roundelay.train.pool import run_threads
 
@@ -85,6 +87,7 @@ def plan_of(settings: config.Settings, run: Path | None) -> Plan:
         evaluate=settings.evaluate,
         keep=settings.keep,
         progress=settings.progress,
+        tensorboard=settings.tensorboard,
     )
 
 
@@ -157,13 +160,52 @@ def run_list(args: argparse.Namespace) -> int:
         found = {name: {"parameters": shape.parameters, **asdict(shape), "use": use} for name, (shape, use) in PRESETS.items()}
         lines = [f"{name:<14} {d['parameters']:>11,} parameters  {d['use']}" for name, d in found.items()]
     else:
-        found = dict(WIRES)
+        found = PLAIN_LISTS[args.what]()
         lines = [f"{name:<14} {text}" for name, text in found.items()]
     print(json.dumps(found, indent=1) if args.json else "\n".join(lines))
     return 0
 
 
+def recipes() -> dict[str, str]:
+    """Those in ./recipes, and the demo's own."""
+    from roundelay.recipe import demo, settings
+
+    found = {str(path.parent): settings.load(path) for path in sorted(Path("recipes").glob(f"*/{settings.FILE}"))}
+    found["demo"] = settings.load(demo.RECIPE)
+    titles = {name: f"{recipe.title}: {', '.join(s.kind for s in recipe.sources) or 'given'}" for name, recipe in found.items()}
+    return {**titles, "demo": titles["demo"] + " (roundelay demo)"}
+
+
+def stages() -> dict[str, str]:
+    from roundelay.recipe.runner import STAGES
+
+    return {stage.name: "decided by " + (", ".join(stage.parts) or "the stages before it") for stage in STAGES}
+
+
+def benchmarks() -> dict[str, str]:
+    return {name: f"roundelay bench {name} --help" for name in BENCHES}
+
+
+PLAIN_LISTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "wires": lambda: dict(WIRES),
+    "recipes": recipes,
+    "stages": stages,
+    "optimizers": lambda: {name: f"torch.optim.{made.__name__}" for name, made in OPTIMIZERS.items()},  # type: ignore[attr-defined]
+    "schedules": lambda: {
+        "constant": "the rate as it is, after warmup_epochs",
+        "cosine": "down to 0 at the end, along half a cosine",
+        "ibm": "times 1/sqrt(2) per epoch from anneal_after_epochs on",
+    },
+    "benchmarks": benchmarks,
+}
+
+
 def run_config(args: argparse.Namespace) -> int:
+    if Path(args.file).is_dir() or Path(args.file).name == "recipe.toml":
+        from roundelay.recipe import explain
+
+        print(explain.as_json(args.file, args.overrides) if args.json else explain.as_text(args.file, args.overrides))
+        return 0
     resolved = config.load(args.file, args.overrides)
     config.search_beside(resolved)
     build_strategy(config.engine(resolved.settings))
@@ -173,3 +215,31 @@ def run_config(args: argparse.Namespace) -> int:
     else:
         print(config.explain(resolved))
     return 0
+
+
+# -- completion --------------------------------------------------------------------------------------------------------
+
+VALUES: Mapping[str, Sequence[str]] = {
+    "strategy": (*strategy.STRATEGIES, "hierarchical(adpsgd)"),
+    "topology": tuple(topology.TOPOLOGIES),
+    "model": tuple(PRESETS),
+    "device": ("auto", "cpu", "cuda"),
+    "resume": ("no", "auto"),
+    **config.CHOICES,
+}
+"""What settings may be, for shells that complete them."""
+
+
+def keys_of_commands() -> dict[str, list[str]]:
+    """The settings that each command takes as key=value."""
+    from roundelay.recipe import explain
+
+    engine = [f.name for f in fields(config.Settings)]
+    recipe = explain.keys()
+    return {
+        "train": engine,
+        "config": engine,
+        "check": ["learners", "host", "port", "run", "device", "timeout_s"],
+        "run": ["run", "progress", *recipe],
+        "demo": ["progress", *recipe],
+    }

@@ -132,10 +132,12 @@ def align_all(
     if loglikes is None:
         work = partial(_align_one, model=model, store=store, lexicon=lexicon)
         # The model travels with every chunk: few and large ones.
-        results = ordered(work, wanted, jobs=jobs, progress=progress, chunk=max(16, len(wanted) // (8 * max(jobs, 1))))
+        results = ordered(
+            work, wanted, jobs=jobs, progress=progress, chunk=max(16, len(wanted) // (8 * max(jobs, 1))), what="aligning"
+        )
     else:
         work = partial(_align_scored, model=model, loglikes=loglikes, lexicon=lexicon)
-        results = ordered(work, wanted, jobs=1, progress=progress)
+        results = ordered(work, wanted, jobs=1, progress=progress, what="aligning")
     found: dict[str, Alignment] = {}
     for utterance, result in zip(wanted, results, strict=True):
         if isinstance(result, str):

@@ -31,6 +31,7 @@ from roundelay.asr.kaldi import read_matrices
 from roundelay.asr.nbest import best_sentences
 from roundelay.asr.score import Score, Words, score
 from roundelay.errors import DataError, RoundelayError, UsageError
+from roundelay.interrupts import deaf_children
 from roundelay.progress import Progress
 
 SCALES = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
@@ -305,7 +306,7 @@ def _each(
     if listed:
         _all_listed(listed, ids)
     arguments = (found, listed, options, scales)
-    shown = Progress(progress)
+    shown = Progress("decoding" if len(scales) == 1 else f"decoding with {len(scales)} scales", "utterances", progress)
     try:
         if jobs <= 1 or len(ids) <= 1:
             work = _Work(*arguments)
@@ -314,7 +315,7 @@ def _each(
             answers = _spread(arguments, here, ids, min(jobs, len(ids)))
         for done, answer in enumerate(answers, 1):
             yield answer
-            shown.step(done, len(ids), {})
+            shown.step(done, len(ids))
     finally:
         shown.close()
 
@@ -344,7 +345,9 @@ def _spread(arguments: _Arguments, here: Callable[[str], np.ndarray | None], ids
     with ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(arguments,)) as pool:
         try:
             for name in ids:
-                waiting.append(pool.submit(_decode_one, name, here(name)))
+                scores = here(name)
+                with deaf_children():
+                    waiting.append(pool.submit(_decode_one, name, scores))
                 if len(waiting) >= WAITING_PER_JOB * jobs:
                     yield _checked(waiting.popleft().result())
             while waiting:

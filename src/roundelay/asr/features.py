@@ -90,7 +90,7 @@ def extract(
     made: list[_Made] = []
     skipped: dict[str, str] = {}
     with (folder / DATA).open("wb") as out:
-        results = ordered(work, corpus.utterances, jobs=jobs, progress=progress)
+        results = ordered(work, corpus.utterances, jobs=jobs, progress=progress, what="features")
         for utterance, found in zip(corpus.utterances, results, strict=True):
             if found.frames < SHORTEST_FRAMES:
                 skipped[utterance.id] = f"too short: {found.frames} frames, {SHORTEST_FRAMES} are needed"

@@ -17,6 +17,7 @@ from roundelay.asr.transform import LdaStatistics, MlltStatistics, rotated
 from roundelay.asr.tree import ContextStatistics, TiedStates, grow
 from roundelay.asr.viterbi import Array
 from roundelay.errors import DataError
+from roundelay.progress import Progress
 
 if TYPE_CHECKING:
     from roundelay.asr.corpus import Corpus
@@ -82,7 +83,14 @@ class TriOptions:
 
 
 def train_mono(
-    store: Features, corpus: Corpus, lexicon: Lexicon, options: MonoOptions | None = None, *, jobs: int = 1, say: Say = print
+    store: Features,
+    corpus: Corpus,
+    lexicon: Lexicon,
+    options: MonoOptions | None = None,
+    *,
+    jobs: int = 1,
+    say: Say = print,
+    progress: str = "none",
 ) -> AlignmentModel:
     """Monophone models from nothing but transcripts: equal shares first, then better and better alignments."""
     options = options or MonoOptions()
@@ -113,7 +121,7 @@ def train_mono(
         aligning = [n for n in range(2, options.passes + 1) if n <= 11 or (n <= 21 and n % 2) or n % 3 == 0]
         edges = int(options.certain_pauses * options.passes)
         schedule = _Schedule("mono", options.passes, aligning, max(budget, pdfs), options.seed, edges=edges)
-        return schedule.run(model, crew, VARIANCE_FLOOR * variance, say)
+        return schedule.run(model, crew, VARIANCE_FLOOR * variance, say, progress)
 
 
 def train_tri(
@@ -125,6 +133,7 @@ def train_tri(
     *,
     jobs: int = 1,
     say: Say = print,
+    progress: str = "none",
 ) -> AlignmentModel:
     """Context-dependent models with states tied by a decision tree, from the alignments of a trained model."""
     options = options or TriOptions()
@@ -134,18 +143,20 @@ def train_tri(
         frontend: Frontend = mono.frontend
         rotating: tuple[int, ...] = ()
         if options.splice > 0:
-            frontend, rotating = _discriminant(crew, mono, options, say), ROTATING
+            frontend, rotating = _discriminant(crew, mono, options, say, progress), ROTATING
         model, floor, frames = _tied(crew, mono, frontend, options, say)
         budget = max(min(options.gaussians * model.num_pdfs, frames // FRAMES_PER_COMPONENT), model.num_pdfs)
         aligning = [n for n in range(4, options.passes + 1) if n % 3 == 1]
-        return _Schedule("tri", options.passes, aligning, budget, options.seed, rotating).run(model, crew, floor, say)
+        schedule = _Schedule("tri", options.passes, aligning, budget, options.seed, rotating)
+        return schedule.run(model, crew, floor, say, progress)
 
 
-def _discriminant(crew: Crew, mono: AlignmentModel, options: TriOptions, say: Say) -> Frontend:
+def _discriminant(crew: Crew, mono: AlignmentModel, options: TriOptions, say: Say, progress: str) -> Frontend:
     """Spliced cepstra projected to tell tied states apart: states tied and briefly trained with deltas, aligned anew."""
     model, floor, frames = _tied(crew, mono, mono.frontend, options, say)
     budget = max(min(DELTA_GAUSSIANS * model.num_pdfs, frames // FRAMES_PER_COMPONENT), model.num_pdfs)
-    model = _Schedule("tri, deltas", DELTA_PASSES, DELTA_ALIGNING, budget, options.seed).run(model, crew, floor, say)
+    schedule = _Schedule("tri, deltas", DELTA_PASSES, DELTA_ALIGNING, budget, options.seed)
+    model = schedule.run(model, crew, floor, say, progress)
     plain = Frontend(mono.frontend.keep, 0, options.splice)
     parts: list[LdaStatistics] = crew.call("lda", plain, model.by_key, model.num_pdfs)
     for part in parts[1:]:
@@ -207,8 +218,12 @@ class _Schedule:
     rotating: tuple[int, ...] = ()  # passes after which features are rotated
     edges: int = 0  # first passes, with certain pauses at both ends
 
-    def run(self, model: AlignmentModel, crew: Crew, floor: Array, say: Say) -> AlignmentModel:
+    def run(self, model: AlignmentModel, crew: Crew, floor: Array, say: Say, progress: str) -> AlignmentModel:
         """Align, estimate, grow, until the passes are over. The last fourth of them grows no more."""
+        with Progress(self.name, "passes", progress) as shown:
+            return self._passes(model, crew, floor, say, shown)
+
+    def _passes(self, model: AlignmentModel, crew: Crew, floor: Array, say: Say, shown: Progress) -> AlignmentModel:
         growing = max(1, self.passes * 3 // 4)
         began_with = model.gmm.components
         for number in range(1, self.passes + 1):
@@ -226,6 +241,7 @@ class _Schedule:
                 + (f", skipped {len(found.skipped)}" if found.skipped else "")
                 + f"{', aligned' if realign else ''}, {time.perf_counter() - began:.1f} s"
             )
+            shown.step(number, self.passes, f"log likelihood {found.gmm.loglike / found.gmm.frames:.2f}")
             seen = found.stay + found.leave
             loops = (found.stay + LOOP_PRIOR * LOOP_PRIOR_FRAMES) / (seen + LOOP_PRIOR_FRAMES)
             model = replace_model(model, gmm=gmm, self_loop=np.clip(loops, 0.02, 0.98))

@@ -28,6 +28,7 @@ from roundelay.asr.fst import ARC, Arrays, arrays_of, fst_of, write_arrays
 from roundelay.asr.ngram import Ngram, read_arpa
 from roundelay.asr.transducers import EPSILON, SILENCE_INDEX, Builder, Entries, Symbols, grammar_fst, lexicon_fst
 from roundelay.errors import DataError, UsageError
+from roundelay.progress import Progress
 
 FORMAT = 1
 WEIGHT_STEP = 1.0 / 1024
@@ -68,6 +69,10 @@ class Graph:
 # -------------------------------------------------------------------------------------------------------- building
 
 
+OPERATIONS = 5
+"""Of a graph, for its progress."""
+
+
 def build_graph(
     model: AcousticModel,
     lexicon: Pronunciations,
@@ -75,6 +80,7 @@ def build_graph(
     folder: str | Path,
     *,
     silence_probability: float | None = None,
+    progress: str = "none",
 ) -> Graph:
     """Writes HCLG.fst, words.txt and, last, graph.json. The silence probability is the model's unless given.
 
@@ -86,19 +92,25 @@ def build_graph(
     loops = _checked_loops(model)
     symbols = Symbols(model.lexicon_phones, lexicon.entries, ngram)
 
-    lg = _composed(lexicon_fst(symbols, pause), grammar_fst(ngram, symbols))
-    _determinise(lg)
-    kaldifst.minimize_encoded(lg, WEIGHT_STEP)
-    width = model.context
-    clg, windows = kaldifst.compose_context(symbols.disambiguators, width, width // 2, lg)
-    states = _HmmStates(model, symbols, windows)
-    hclg = _composed(states.fst, _relabelled(clg, states.by_window))
-    _determinise(hclg)
-    # Back-off arcs stay: without them every history would get a copy of every word's beginning.
-    hclg = _relabelled(hclg, states.without_marks())
-    kaldifst.rmepsilon(hclg)
-    kaldifst.minimize_encoded(hclg, WEIGHT_STEP)
-    finished = _with_self_loops(arrays_of(hclg), states.pdf_labels(), loops)
+    with Progress("graph", "operations", progress) as shown:
+        lg = _composed(lexicon_fst(symbols, pause), grammar_fst(ngram, symbols))
+        shown.step(1, OPERATIONS, "words composed")
+        _determinise(lg)
+        kaldifst.minimize_encoded(lg, WEIGHT_STEP)
+        shown.step(2, OPERATIONS, "words determinised")
+        width = model.context
+        clg, windows = kaldifst.compose_context(symbols.disambiguators, width, width // 2, lg)
+        states = _HmmStates(model, symbols, windows)
+        hclg = _composed(states.fst, _relabelled(clg, states.by_window))
+        shown.step(3, OPERATIONS, "states composed")
+        _determinise(hclg)
+        shown.step(4, OPERATIONS, "states determinised")
+        # Back-off arcs stay: without them every history would get a copy of every word's beginning.
+        hclg = _relabelled(hclg, states.without_marks())
+        kaldifst.rmepsilon(hclg)
+        kaldifst.minimize_encoded(hclg, WEIGHT_STEP)
+        shown.step(5, OPERATIONS, "minimised")
+        finished = _with_self_loops(arrays_of(hclg), states.pdf_labels(), loops)
     return _write(finished, Path(folder), symbols, model, lexicon, ngram, pause)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from roundelay.errors import RoundelayError
+from roundelay.interrupts import deaf_children
 from roundelay.progress import Progress
 
 Item = TypeVar("Item")
@@ -22,16 +23,23 @@ AHEAD = 8
 
 
 def ordered(
-    work: Callable[[Item], Result], items: Sequence[Item], *, jobs: int = 1, progress: str = "auto", chunk: int = 16
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    jobs: int = 1,
+    progress: str = "auto",
+    chunk: int = 16,
+    what: str = "",
+    unit: str = "utterances",
 ) -> Iterator[Result]:
     """work(item) for every item, in order. Both must be picklable with jobs > 1, and scripts need the usual
     `if __name__ == "__main__"`: processes are spawned, since forking a process that has threads may hang."""
-    shown = Progress(progress)
+    shown = Progress(what, unit, progress)
     try:
         found = map(work, items) if jobs <= 1 or len(items) <= 1 else _spread(work, items, jobs, chunk)
         for done, result in enumerate(found, 1):
             yield result
-            shown.step(done, len(items), {})
+            shown.step(done, len(items))
     finally:
         shown.close()
 
@@ -39,10 +47,11 @@ def ordered(
 def _spread(work: Callable[[Item], Result], items: Sequence[Item], jobs: int, chunk: int) -> Iterator[Result]:
     pieces = [items[i : i + chunk] for i in range(0, len(items), chunk)]
     waiting: deque[Future[list[Any]]] = deque()
-    with _one_thread_each(), ProcessPoolExecutor(min(jobs, len(pieces)), multiprocessing.get_context("spawn")) as pool:
+    with one_thread_each(), ProcessPoolExecutor(min(jobs, len(pieces)), multiprocessing.get_context("spawn")) as pool:
         try:
             for piece in pieces:
-                waiting.append(pool.submit(_several, work, piece))
+                with deaf_children():
+                    waiting.append(pool.submit(_several, work, piece))
                 if len(waiting) >= AHEAD * jobs:
                     yield from waiting.popleft().result()
             while waiting:
@@ -60,7 +69,7 @@ def _several(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Resu
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
+def one_thread_each() -> Iterator[None]:
     """Processes started inside do not start a thread per core for every matrix product."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}

@@ -16,11 +16,12 @@ import numpy as np
 
 from roundelay.asr.gmm import GmmStatistics
 from roundelay.asr.hmm import SILENCE_INDEX, AlignmentModel, Frontend, UtteranceGraph
-from roundelay.asr.parallel import _one_thread_each as one_thread_each
+from roundelay.asr.parallel import one_thread_each
 from roundelay.asr.transform import LdaStatistics, MlltStatistics
 from roundelay.asr.tree import ContextStatistics
 from roundelay.asr.viterbi import Array
 from roundelay.errors import DataError, RoundelayError
+from roundelay.interrupts import deaf_children
 
 if TYPE_CHECKING:
     from roundelay.asr.lexicon import Lexicon
@@ -201,7 +202,7 @@ class Crew:
             self._blocks = [Block(share, store, lexicon, hold) for share in shares]
             return
         context = multiprocessing.get_context("spawn")
-        with one_thread_each():
+        with one_thread_each(), deaf_children():
             for n in range(self.jobs):
                 mine, theirs = context.Pipe()
                 arguments = (theirs, shares[n :: self.jobs], store, lexicon, hold)
@@ -250,9 +251,13 @@ def _serve(pipe: Connection, shares: Sequence[Any], store: Features, lexicon: Le
     while True:
         try:
             method, arguments = pipe.recv()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             return
         try:
-            pipe.send(("done", [getattr(block, method)(*arguments) for block in blocks]))
+            answer = ("done", [getattr(block, method)(*arguments) for block in blocks])
         except RoundelayError as error:
-            pipe.send(("error", (error.what, error.where, error.do)))
+            answer = ("error", (error.what, error.where, error.do))  # type: ignore[assignment]
+        try:
+            pipe.send(answer)
+        except OSError:  # whoever asked has been interrupted
+            return

@@ -24,7 +24,7 @@ def at_other_speeds(
             raise UsageError(f"speed {speed:g} is no use", where="speeds", do=f"give {SLOWEST:g} to {FASTEST:g}, without 1")
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [(utterance, speed) for speed in speeds for utterance in utterances]
-    return list(ordered(partial(_play, folder=folder, rate=rate), wanted, jobs=jobs, progress=progress))
+    return list(ordered(partial(_play, folder=folder, rate=rate), wanted, jobs=jobs, progress=progress, what="other speeds"))
 
 
 def _play(order: tuple[Utterance, float], folder: Path, rate: int) -> Utterance:

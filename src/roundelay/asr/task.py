@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from roundelay.asr import chunks
 from roundelay.asr.align import Alignments
+from roundelay.asr.fbank import SHIFT_S
 from roundelay.asr.features import from_spec
 from roundelay.asr.masking import Masks
 from roundelay.asr.model import AcousticModel, ModelShape, preset_shape
@@ -25,6 +26,7 @@ from roundelay.errors import DataError, UsageError
 
 VALIDATION_FRAMES = 8_000
 """Frames of a validation batch: small enough for any machine, large enough to be fast."""
+
 MASK_DICE = 0x3A5C
 CACHE_FRAMES = 400_000
 """Frames kept ready in memory (120 dimensions: 200 MB); beyond that features are read again when needed."""
@@ -92,6 +94,15 @@ class FrameTask:
     @property
     def samples(self) -> int:
         return len(self.windows)
+
+    @property
+    def frames_per_sample(self) -> float:
+        """On average: windows at the end of an utterance are shorter."""
+        return sum(self._features.frames(name) for name in self.ids) / max(self.samples, 1)
+
+    @property
+    def seconds_per_sample(self) -> float:
+        return self.frames_per_sample * SHIFT_S
 
     def build(self) -> nn.Module:
         return AcousticModel(self.shape)

@@ -1,1 +1,11 @@
 """Tasks to measure with, and the benchmarks behind `roundelay bench`."""
+
+BENCHES = {
+    "throughput": "roundelay.bench.throughput",
+    "network": "roundelay.bench.network",
+    "overhead": "roundelay.bench.overhead",
+    "learning": "roundelay.bench.learning",
+    "speech": "roundelay.recipe.strategies",
+    "road": "roundelay.recipe.road",
+}
+"""Name on the command line -> where its `main` is."""

@@ -1,5 +1,6 @@
 """The events of a run: one JSON object per line, appended by every learner to one file.
 
+start        once per start or resume: what runs where, with which versions, and who averages with whom
 steps        per learner, about once a second: steps, samples, samples/s, loss, rate, seconds by kind, staleness counts,
              meetings, bytes
 evaluation   held-out figures of the average model, with the spread between learners it was made from
@@ -13,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ class EventLog:
     def write(self, event: str, **figures: Any) -> None:
         if self._fd >= 0:
             line = json.dumps({"event": event, "time": round(time.time(), 4), "rank": self.rank, **figures})
-            os.write(self._fd, (line + "\n").encode())
+            with suppress(OSError):  # a full disk: figures are not worth a run; the next checkpoint says what to do
+                os.write(self._fd, (line + "\n").encode())
 
     def close(self) -> None:
         if self._fd >= 0:

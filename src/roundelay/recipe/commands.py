@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from roundelay import interrupts
 from roundelay.errors import UsageError
+from roundelay.progress import say
 
 Command = Callable[[str, str, Callable[[argparse.Namespace], int]], argparse.ArgumentParser]
 
 EPILOG = {
+    "demo": """examples:
+  roundelay demo
+  roundelay demo --out demo-even train.slow= --json""",
     "run": """examples:
   roundelay run recipes/spoken
   roundelay run recipes/spoken train.strategy=adpsgd train.learners=4 run=runs/spoken-adpsgd
@@ -44,9 +48,24 @@ def add(command: Command) -> None:
     """Puts the verbs into the parser."""
     jobs = os.cpu_count() or 1
 
+    p = command(
+        "demo", "speak, align, train twice, decode, compare: the whole road in some minutes (needs the extra 'synth')", demo
+    )
+    p.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="progress=rich|plain|none, or section.key=value of its recipe"
+    )
+    p.add_argument("--out", default="demo", metavar="DIR", help="where everything goes (default demo)")
+    p.add_argument("--jobs", type=int, default=jobs, help=f"processes (default {jobs})")
+    p.add_argument("--json", action="store_true", help="print the table as JSON at the end")
+
     p = command("run", "do all stages of a recipe: from recordings to word error rates", run)
     p.add_argument("recipe", metavar="RECIPE", help="a folder with a recipe.toml")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="run=DIR, or section.key=value of the recipe")
+    p.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="run=DIR, progress=rich|plain|none, or section.key=value of the recipe",
+    )
     p.add_argument("--until", default="", metavar="STAGE", help="stop after this stage")
     p.add_argument("--jobs", type=int, default=jobs, help=f"processes (default {jobs})")
     p.add_argument("--json", action="store_true", help="print the result as JSON at the end")
@@ -115,19 +134,23 @@ def add(command: Command) -> None:
     p.add_argument("--jobs", type=int, default=jobs)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def demo(args: argparse.Namespace) -> int:
+    from roundelay.recipe import demo
+
+    return demo.run(args)
 
 
 def run(args: argparse.Namespace) -> int:
     from roundelay.recipe import runner, settings
     from roundelay.recipe.stages import Work
 
-    folder = [o.partition("=")[2] for o in args.overrides if o.startswith("run=")]
-    recipe = settings.load(args.recipe, [o for o in args.overrides if not o.startswith("run=")])
-    where = Path(folder[-1]) if folder else runner.default_run(recipe)
+    own, of_recipe = settings.set_apart(args.overrides, ("run", "progress"))
+    recipe = settings.load(args.recipe, of_recipe)
+    where = Path(own["run"]) if "run" in own else runner.default_run(recipe)
     where.mkdir(parents=True, exist_ok=True)
-    result = runner.run_recipe(Work(recipe, where, args.jobs, say), args.until)
+    work = Work(recipe, where, args.jobs, say, own.get("progress", "auto"))
+    with interrupts.told(str(where), "run the recipe again to go on"):
+        result = runner.run_recipe(work, args.until)
     if result:
         print(json.dumps(result) if args.json else runner.table(result))
     return 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roundelay import interrupts
 from roundelay.errors import UsageError, nearest
 from roundelay.recipe import given, stages
 from roundelay.recipe.settings import Recipe
@@ -25,6 +26,8 @@ class Stage:
     parts: tuple[str, ...]
     systems: tuple[str, ...] = ()
     """Only needed where the recipe asks for one of these systems."""
+    about: str = ""
+    """What it does, in a sentence for people who have not done this before."""
 
 
 STAGES = (
@@ -58,7 +61,13 @@ GIVEN_STAGES = (
 
 def run_recipe(work: Work, until: str = "") -> dict[str, Any]:
     """All stages (or those up to `until`); returns what result.json holds, so far as it is there."""
-    road = GIVEN_STAGES if work.recipe.given is not None else STAGES
+    run_stages(work, GIVEN_STAGES if work.recipe.given is not None else STAGES, until)
+    result = work.run / "result.json"
+    return json.loads(result.read_text()) if result.exists() and not until else {}
+
+
+def run_stages(work: Work, road: Sequence[Stage], until: str = "") -> None:
+    """Stages in order, up to `until`; what is done, and would be done the same way again, is skipped."""
     names = [stage.name for stage in road]
     if until and until not in names:
         raise UsageError(f"there is no stage '{until}'", where="--until", do=nearest(until, names))
@@ -71,21 +80,22 @@ def run_recipe(work: Work, until: str = "") -> dict[str, Any]:
             continue
         print_before = fingerprint(work.recipe, stage, print_before)
         mark = marks / f"{stage.name}.json"
+        interrupts.look()
         if mark.exists() and json.loads(mark.read_text())["fingerprint"] == print_before:
             work.say(f"{stage.name}: done before")
         else:
-            work.say(f"{stage.name} …")
+            work.say(stage.about or f"{stage.name} …")
             mark.unlink(missing_ok=True)
             started = time.monotonic()
             stage.do(work)
             seconds = round(time.monotonic() - started, 1)
-            mark.write_text(json.dumps({"fingerprint": print_before, "seconds": seconds}))
+            part = mark.with_suffix(".part")
+            part.write_text(json.dumps({"fingerprint": print_before, "seconds": seconds}))
+            part.replace(mark)  # whole or not at all
             work.say(f"{stage.name}: {seconds:.0f} s")
         if stage.name == until:
             break
     work.say(f"all: {time.monotonic() - began:.0f} s")
-    result = work.run / "result.json"
-    return json.loads(result.read_text()) if result.exists() and not until else {}
 
 
 def fingerprint(recipe: Recipe, stage: Stage, before: str) -> str:

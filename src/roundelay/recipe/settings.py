@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,13 @@ def load(where: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Reci
     for item in overrides:
         override(tree, item)
     return build(tree, path)
+
+
+def set_apart(items: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Those `key=value` that the command itself takes, and the recipe's."""
+    own = {key: value for key, _, value in (item.partition("=") for item in items) if key in names}
+    config.check(own, "command line")
+    return own, [item for item in items if item.partition("=")[0] not in names]
 
 
 def override(tree: dict[str, Any], item: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
-from roundelay import config
+from roundelay import config, interrupts
 from roundelay.asr import publishers, times
 from roundelay.asr.align import Alignments, align_all
 from roundelay.asr.corpus import Corpus, Utterance, read_data_dir, write_data_dir
@@ -184,18 +183,44 @@ def features(work: Work) -> None:
 
 
 def mono(work: Work) -> None:
-    model = train_mono(
-        work.store("train"), work.corpus("train"), work.lexicon(), work.recipe.mono, jobs=work.jobs, say=indented(work)
-    )
+    with Passes(work, "mono") as log:
+        model = train_mono(
+            work.store("train"), work.corpus("train"), work.lexicon(), work.recipe.mono,
+            jobs=work.jobs, say=log, progress=work.progress,
+        )  # fmt: skip
     model.save(fresh(work.run / "mono"))
 
 
 def tri(work: Work) -> None:
     before = AlignmentModel.load(work.run / "mono")
-    model = train_tri(
-        before, work.store("train"), work.corpus("train"), work.lexicon(), work.recipe.tri, jobs=work.jobs, say=indented(work)
-    )
+    with Passes(work, "tri") as log:
+        model = train_tri(
+            before, work.store("train"), work.corpus("train"), work.lexicon(), work.recipe.tri,
+            jobs=work.jobs, say=log, progress=work.progress,
+        )  # fmt: skip
     model.save(fresh(work.run / "tri"))
+
+
+class Passes:
+    """What passes over the corpus have to say: all of it into a file of the run's log folder, the last line to the person."""
+
+    def __init__(self, work: Work, stage: str) -> None:
+        self.work, self.path, self.last = work, work.run / "log" / f"{stage}.txt", ""
+
+    def __enter__(self) -> Passes:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("w", encoding="utf-8")
+        return self
+
+    def __call__(self, text: str) -> None:
+        self.last = text
+        self._file.write(text + "\n")
+        self._file.flush()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._file.close()
+        if kind is None:
+            self.work.say(f"  {self.last}")
 
 
 def align(work: Work) -> None:
@@ -249,8 +274,8 @@ def train_network(
         fresh(folder)
         file.write_text(text)
     command = [sys.executable, "-m", "roundelay", "train", str(file), f"run={json.dumps(str(folder))}", "resume=auto"]
-    ended = subprocess.run([*command, f"progress={work.progress}"], stdout=sys.stderr, check=False).returncode
-    if ended == Interrupted.exit_code:
+    ended = interrupts.run([*command, f"progress={work.progress}"])
+    if ended == Interrupted.exit_code or (ended and interrupts.came()):
         raise Interrupted("training was stopped; its checkpoint is kept", where=str(folder), do="run the recipe again to go on")
     if ended != 0:
         raise RoundelayError(
@@ -307,7 +332,7 @@ def graph(work: Work) -> None:
     (work.run / "lm.json").write_text(json.dumps({"order": work.recipe.words.order, "perplexity": found}))
     for system, folder in (("mono", "graph-mono"), ("tri", "graph-tri")):
         if (work.run / system).is_dir():
-            build_graph(AlignmentModel.load(work.run / system), lexicon, lm, fresh(work.run / folder))
+            build_graph(AlignmentModel.load(work.run / system), lexicon, lm, fresh(work.run / folder), progress=work.progress)
 
 
 def decode(work: Work) -> None:
@@ -373,7 +398,3 @@ def fresh(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
-
-
-def indented(work: Work) -> Say:
-    return lambda text: work.say(f"  {text}")

@@ -12,6 +12,8 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,20 @@ FORMAT = 1
 
 def folder_name(position: int) -> str:
     return f"samples-{position:012d}"
+
+
+@contextmanager
+def writing(what: str, where: str) -> Iterator[None]:
+    """A disk that is full, or gone, ends in a sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise DataError(
+            f"{what} cannot be written: {why}",
+            where=where,
+            do="free space on that disk, then go on with resume=auto; what was saved before is untouched",
+        ) from error
 
 
 class Checkpoints:
@@ -52,15 +68,9 @@ class Checkpoints:
         if store.get(f"complete/{position}") is not None:
             return
         partial = self.folder / f".{folder_name(position)}.partial"
-        try:
+        with writing("the checkpoint", f"rank {learner.place.rank}, {partial}"):
             partial.mkdir(exist_ok=True)
             write_shard(partial, learner)
-        except OSError as error:
-            raise DataError(
-                f"the checkpoint cannot be written: {error.strerror or error}",
-                where=f"rank {learner.place.rank}, {partial}",
-                do="free space on that disk; the checkpoints before it are untouched",
-            ) from error
         store.set(f"saved/{position}/{learner.place.rank}", "1")
         self.waiting.add(position)
         self.try_to_complete(position)
@@ -84,15 +94,16 @@ class Checkpoints:
         if store.add(f"completing/{position}", 1) != 1:
             return
         partial, whole = self.folder / f".{folder_name(position)}.partial", self.folder / folder_name(position)
-        meta = self.describe(partial, position, living)
-        (partial / "meta.json").write_text(json.dumps(meta, indent=1))
-        for path in partial.iterdir():
-            sync(path)
-        sync(partial)
-        if whole.exists():
-            shutil.rmtree(whole)
-        partial.rename(whole)
-        sync(self.folder)
+        with writing("the checkpoint", f"rank {learner.place.rank}, {partial}"):
+            meta = self.describe(partial, position, living)
+            (partial / "meta.json").write_text(json.dumps(meta, indent=1))
+            for path in partial.iterdir():
+                sync(path)
+            sync(partial)
+            if whole.exists():
+                shutil.rmtree(whole)
+            partial.rename(whole)
+            sync(self.folder)
         store.set(f"complete/{position}", json.dumps({"spread": meta["spread"]}))
         learner.events.write("checkpoint", position=position, path=whole.name, spread=meta["spread"])
         self.retire(position)

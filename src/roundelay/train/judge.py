@@ -25,6 +25,9 @@ class Judge:
     def __init__(self, task: Task, learner: Learner, say: Callable[[str], None]) -> None:
         self.task, self.learner, self.say = task, learner, say
         self._unsaid: list[tuple[str, int]] = []
+        self.on_result: Callable[[dict[str, Any]], None] | None = None
+        self.newest = ""
+        """The held-out figures that were said last."""
 
     def judge(self, position: int, mean: Tensor, spread: float | None, final: bool = False) -> None:
         """Judges this learner's part of the model and posts it; the last one to post writes the event."""
@@ -64,18 +67,22 @@ class Judge:
         if ratios:
             result["effective_rate"] = sum(ratios) / len(ratios)
         learner.events.write("evaluation", **result)
+        learner.job.store.set(f"{key}/result", json.dumps(result))
         learner.job.store.set(f"{key}/figures", json.dumps(figures))
 
     def announce(self) -> None:
         """Says what evaluations have come to, whoever added them up."""
-        while self._unsaid:
-            key, position = self._unsaid[0]
-            note = self.learner.job.store.get(f"{key}/figures")
+        for key, position in list(self._unsaid):
+            note = self.learner.job.store.get(f"{key}/result")
             if note is None:
-                return
-            self._unsaid.pop(0)
-            figures = "  ".join(f"{name} {value:.4f}" for name, value in json.loads(note).items())
+                continue
+            self._unsaid.remove((key, position))
+            result = json.loads(note)
+            figures = "  ".join(f"{name} {value:.4f}" for name, value in result["figures"].items())
+            self.newest = figures
             self.say(f"epoch {position / self.task.samples:6.2f}  held-out {figures}")
+            if self.on_result is not None:
+                self.on_result(result)
 
     def _effective_rate(self, mean: Tensor) -> float | None:
         """<g_l, g> / |g|^2 of this learner."""

@@ -20,7 +20,8 @@ from typing import Any, NoReturn, Protocol, TextIO
 
 import torch
 
-from roundelay.errors import UsageError, reported
+from roundelay.errors import Interrupted, UsageError
+from roundelay.interrupts import reported
 from roundelay.wire.group import Roll
 from roundelay.wire.store import JobStore, join, serve
 
@@ -71,17 +72,29 @@ def start_learners(
         raise UsageError(f"{size} learners", where="learners", do="give at least 1")
     # forked before the store is served: its threads and sockets must not be in the children, too
     nest = Nest(learn, size, host, run) if torch.version.cuda is None and torch.version.hip is None else None
-    server = serve(host, port)  # where this fails, the nest's pipe is closed with this process, and the children go home
-    store = JobStore(join(host, server.port, 60.0), "job/0/")
-    children: Sequence[Child]
-    if nest is not None:
-        children = nest.send_out(server.port)
-    else:
-        children = [_start(command, rank, size, host, server.port, run) for rank in range(size)]
-    forward = {s: signal.signal(s, lambda n, f: _signal_all(children, n)) for s in (signal.SIGINT, signal.SIGTERM)}
+    children: list[Child] = []
+    heard: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        heard.append(number)
+        _signal_all(children, number)
+
+    forward = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
+        server = serve(host, port)
+        store = JobStore(join(host, server.port, 60.0), "job/0/")
+        if nest is not None and not heard:
+            children += nest.send_out(server.port)
+        for rank in range(size) if nest is None else ():
+            if heard:
+                break
+            children.append(_start(command, rank, size, host, server.port, run))
+        if heard and len(children) < size:
+            return Interrupted.exit_code
         return _watch(children, Roll(store), run, survives_death)
     finally:
+        if nest is not None:
+            nest.close()
         _signal_all(children, signal.SIGKILL)
         for number, handler in forward.items():
             signal.signal(number, handler)
@@ -125,8 +138,11 @@ class Nest:
 
     def send_out(self, port: int) -> list[Forked]:
         os.write(self._say, self.PORT.pack(port) * len(self.children))
-        os.close(self._say)
         return self.children
+
+    def close(self) -> None:
+        """Whoever has not been told a port goes home."""
+        os.close(self._say)
 
     def _live(self, learn: Callable[[], int], rank: int, size: int, host: str, run: Path | None) -> NoReturn:
         """A child's whole life: it never returns into its parent's code."""

@@ -23,6 +23,7 @@ from roundelay.core.task import epoch_order
 from roundelay.core.traits import Strategy
 from roundelay.core.worker import Share, Worker
 from roundelay.errors import DataError, UsageError
+from roundelay.train.about import environment, mixing
 from roundelay.train.claims import Claim, Dealt, Race, Turn
 from roundelay.train.optim import Optimizer
 from roundelay.train.options import Options
@@ -86,7 +87,7 @@ class Learner:
         )
         self.events = events or EventLog(None, place.rank)
         self.recorder = Recorder(self.worker, self.job, self.events, options.log_every_s)
-        self.watchdog = Watchdog(self.worker, self.job, place, self.events, options.timeout_s)
+        self.watchdog = Watchdog(self.worker, self.job, place, self.events, options.timeout_s, lambda: self.recorder.last)
         self.claims: Turn | Race | None = None
         self.completed: list[tuple[int, int]] = []
         self.steps = 0
@@ -108,7 +109,19 @@ class Learner:
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, **about: Any) -> None:
+        """`about`: what else a report should know of this run."""
+        if self.rank == 0:
+            self.events.write(
+                "start",
+                **about,
+                strategy=self.options.strategy,
+                learners=self.size,
+                hosts=self.place.hosts,
+                parameters=self.flat.phi.numel(),
+                mixing=mixing(self.strategy, self.place, self.leaders),
+                environment=environment(self.place.device),
+            )
         self.strategy.start(self.worker)
         self.watchdog.start()
         self.recorder.start()
@@ -201,6 +214,11 @@ class Learner:
             if isinstance(self.claims, Race):
                 self.claims.complete(span)
         self.recorder.stepped()
+
+    def everybody(self) -> list[dict[str, Any]]:
+        """The last figures of all learners that have some, so far as they are known here; costs the others nothing."""
+        mine = [{"rank": self.place.rank, **self.recorder.last}] if self.recorder.last else []
+        return mine + self.watchdog.figures()
 
     def _timed(self, compute: Callable[[], float]) -> Callable[[], float]:
         def run() -> float:

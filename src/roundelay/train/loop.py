@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,16 @@ from safetensors.torch import save_file
 from roundelay.core.events import EventLog
 from roundelay.core.task import Task
 from roundelay.errors import DataError, Interrupted, PeerLost, UsageError, nearest
-from roundelay.progress import Progress
-from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_model
+from roundelay.train.board import FOLDER, Scribe
+from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_model, writing
 from roundelay.train.claims import Race, Turn
 from roundelay.train.feed import Feed
 from roundelay.train.judge import Judge
 from roundelay.train.learner import Learner, innermost
 from roundelay.train.options import Options
+from roundelay.train.panel import Panel, Subject
 from roundelay.train.place import Place
+from roundelay.train.signals import StopOnSignals
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -53,6 +54,7 @@ class Plan:
     evaluate: bool = True
     keep: int = 3
     progress: str = "auto"
+    tensorboard: bool = True
     about: dict[str, Any] = field(default_factory=dict)
     on_step: Callable[[Learner], None] | None = None
     """Called after every step: for benchmarks that look over the learner's shoulder."""
@@ -80,7 +82,7 @@ class Run:
         if plan.run is not None:
             (plan.run / "log").mkdir(parents=True, exist_ok=True)
         self._log = open(plan.run / "log" / f"rank-{place.rank:03d}.txt", "a") if plan.run is not None else None  # noqa: SIM115
-        self.progress = Progress(plan.progress if place.rank == 0 else "none")
+        self.panel = Panel(plan.progress if place.rank == 0 else "none")
         with BUILDING:
             torch.manual_seed(options.seed)
             module = task.build().to(place.device)
@@ -88,6 +90,8 @@ class Run:
         events = EventLog(plan.run / "events.jsonl" if plan.run is not None else None, place.rank)
         self.learner = Learner(place, module, make_optimizer(plan, module), options, events)
         self.judge = Judge(task, self.learner, self.say)
+        self.scribe = Scribe(self.learner, plan.run / FOLDER if plan.run is not None and plan.tensorboard else None)
+        self.judge.on_result = self.scribe.judged
         self.checkpoints: Checkpoints | None = None
         if plan.run is not None:
             self._check_shared(plan.run)
@@ -100,9 +104,11 @@ class Run:
     def say(self, line: str) -> None:
         """To this rank's log, and to the person who watches (whoever of the learners has news)."""
         if self._log is not None:
-            self._log.write(time.strftime("%H:%M:%S ") + line + "\n")
-            self._log.flush()
-        self.progress.line(line) if self.place.rank == 0 else None
+            with suppress(OSError):  # a full disk stops the log, not the run
+                self._log.write(time.strftime("%H:%M:%S ") + line + "\n")
+                self._log.flush()
+        if self.place.rank == 0:
+            self.panel.line(line)
 
     def _check_shared(self, run: Path) -> None:
         """All ranks must see one run directory: shards of a checkpoint are put together there."""
@@ -131,7 +137,8 @@ class Run:
             batches = self._batches()
             total = round(plan.epochs * self.task.samples)
             first, holes = self._resume()
-            learner.start()
+            self.scribe.start(first)
+            learner.start(batches=batches, first=first, total=total, samples=self.task.samples)
             if self.checkpoints is not None:
                 self.checkpoints.restore_strategy()
             if first >= total and not holes:
@@ -166,9 +173,11 @@ class Run:
                 ) from error
             raise
         finally:
-            self.progress.close()
+            self.panel.close()
             if self._log is not None:
-                self._log.close()
+                with suppress(OSError):
+                    self._log.close()
+            self.scribe.close()
             learner.close()
 
     def _loop(self, claims: Turn | Race, total: int) -> None:
@@ -191,7 +200,8 @@ class Run:
             self._look_after_saves()
             if plan.on_step is not None:
                 plan.on_step(learner)
-            self.progress.step(learner.position, total, learner.recorder.last)
+            self.panel.held_out = self.judge.newest
+            self.panel.step(learner.position, total)
 
     def _compute(self, batch: Any) -> Callable[[], float] | None:
         if batch is None:
@@ -252,7 +262,12 @@ class Run:
             if self.plan.evaluate:
                 note = json.loads(self.learner.job.store.get(f"complete/{position}") or "{}")
                 path = self.checkpoints.folder / f"samples-{position:012d}"
-                self.judge.judge(position, read_model(path, self.learner), note.get("spread"))
+                try:
+                    mean = read_model(path, self.learner)
+                except FileNotFoundError:  # the others are `keep` checkpoints ahead and have removed it: it goes unjudged
+                    self.say(f"{path.name} was gone before this rank could judge it; keep=… keeps more checkpoints")
+                    continue
+                self.judge.judge(position, mean, note.get("spread"))
 
     def _save_and_settle(self) -> None:
         """The last checkpoint, before the models are averaged: a resumed run goes on as if there had been no end."""
@@ -279,7 +294,9 @@ class Run:
             self.judge.judge(learner.position, mean, None, final=True)
         if self.place.rank == min(learner.job.living()):
             if plan.run is not None:
-                save_file(model_tensors(learner, mean, learner.flat.buffer_vector()), str(plan.run / "model.safetensors"))
+                tensors, path = model_tensors(learner, mean, learner.flat.buffer_vector()), plan.run / "model.safetensors"
+                with writing("the model", f"rank {self.place.rank}, {path}"):
+                    save_file(tensors, str(path))
             result |= self._gather_figures(size)
         return result
 
@@ -354,32 +371,12 @@ class Run:
             f"global batch {sum(batches)} ({'+'.join(map(str, batches))}), rate {self.plan.lr:g} for that batch, "
             f"{parameters:,} parameters, samples {first} to {total}"
         )
+        title = f"{self.options.strategy}, {self.place.size} learner{'s' * (self.place.size > 1)}"
+        frames, seconds = (float(getattr(self.task, name, 0.0)) for name in ("frames_per_sample", "seconds_per_sample"))
+        self.panel.start(Subject(title, self.task.samples, frames, seconds), self.learner.everybody)
 
     def _signals(self) -> Any:
         return StopOnSignals(self._asked_to_stop)
-
-
-class StopOnSignals:
-    """The first SIGINT or SIGTERM asks for a stop at the next step; a second SIGINT stops at once."""
-
-    def __init__(self, flag: threading.Event) -> None:
-        self._flag = flag
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if self._flag.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._flag.set()
-        print("roundelay: stopping after this step; a checkpoint is being written", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from roundelay.core.events import EventLog
 from roundelay.core.net import Net
@@ -24,6 +26,7 @@ class Recorder:
         self._since = self._began = time.perf_counter()
         self._bytes = 0
         self.last: dict = {}
+        self.on_record: Callable[[dict[str, Any]], None] | None = None
 
     def start(self) -> None:
         self._since = self._began = time.perf_counter()
@@ -66,6 +69,8 @@ class Recorder:
             self.last["pair_distance"] = met["distance"] / meetings
             self.last["meeting_s"] = round(met["meeting_s"] / meetings, 6)
         self.events.write("steps", **self.last)
+        if self.on_record is not None:
+            self.on_record(self.last)
         self.total.update({f"{kind}_s": s for kind, s in meter.seconds.items()})
         self.total.update(steps=self._steps, samples=self.samples, meetings=int(meetings), bytes=sent - self._bytes)
         self.staleness.update(meter.staleness)

@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from roundelay.core.events import EventLog
@@ -19,13 +20,28 @@ from roundelay.train.place import Place
 BEAT_S = 0.5
 LOST_S = 6.0
 STALL_S = 10.0
+SHOWN = ("steps", "samples", "samples_per_s", "loss", "rate", "seconds", "elapsed_s", "staleness", "pair_distance")
+
+
+def shown(last: dict[str, Any]) -> dict[str, Any]:
+    """The part of a learner's figures that goes with its sign of life, to be seen by whoever watches."""
+    return {key: last[key] for key in SHOWN if key in last}
 
 
 class Watchdog:
     """A thread beside the learner; it only reads, reports and warns."""
 
-    def __init__(self, worker: Worker, job: Any, place: Place, events: EventLog, timeout_s: float) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        job: Any,
+        place: Place,
+        events: EventLog,
+        timeout_s: float,
+        last: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
         self.worker, self.job, self.place, self.events, self.timeout_s = worker, job, place, events, timeout_s
+        self.last = last
         self.dead: dict[int, str] = {}
         self._stop = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
@@ -53,7 +69,10 @@ class Watchdog:
         """One sign of life, and one look at the others'."""
         store, now = self.job.store, time.monotonic()
         phase, step = self.worker.phase, self.worker.k
-        store.set(f"beat/{self.place.rank}", json.dumps({"phase": phase, "step": step, "beat": time.time()}))
+        store.set(
+            f"beat/{self.place.rank}",
+            json.dumps({"phase": phase, "step": step, "beat": time.time(), "last": shown(self.last())}),
+        )
         for rank in range(self.place.size):
             if rank == self.place.rank or rank in self.dead:
                 continue
@@ -69,6 +88,11 @@ class Watchdog:
                 if self.place.rank == min(set(range(self.place.size)) - set(self.dead), default=-1):
                     print(f"roundelay: rank {rank} is lost: {why}", file=sys.stderr, flush=True)
         self._look_for_a_stall(now)
+
+    def figures(self) -> list[dict[str, Any]]:
+        """What the others that are alive wrote last, as their signs of life say."""
+        signs = {rank: json.loads(sign) for rank, (sign, _) in list(self._seen.items()) if rank not in self.dead}
+        return [{"rank": rank, **said["last"]} for rank, said in sorted(signs.items()) if said.get("last")]
 
     def _describe(self, rank: int) -> str:
         said = json.loads(self._seen[rank][0]) if rank in self._seen else {}

@@ -96,7 +96,9 @@ def synthesize(folder: Path, options: SynthOptions, *, jobs: int = 1, progress: 
     speakers = draw_speakers(options.seed, {name: options.size(name)[0] for name in SETS})
     orders = {name: _orders(folder, name, texts[name], speakers[name], options) for name in SETS}
     everything = [order for name in SETS for order in orders[name]]
-    receipts = dict(zip((o.id for o in everything), ordered(_make, everything, jobs=jobs, progress=progress), strict=True))
+    receipts = dict(
+        zip((o.id for o in everything), ordered(_make, everything, jobs=jobs, progress=progress, what="speaking"), strict=True)
+    )
     sets = {name: _write_set(folder / name, orders[name], receipts) for name in SETS}
     (folder / "lm.txt").write_text("".join(" ".join(words) + "\n" for words in texts["lm"]), encoding="utf-8")
     heard_lexicon(texts["lm"][:LEXICON_SENTENCES]).write(folder / "lexicon.txt")

@@ -1,0 +1,121 @@
+"""Ctrl-C: whatever was going on when it came, a command ends with a sentence and exit code 130, never with a traceback.
+
+An interrupt raises KeyboardInterrupt in the main thread, and libraries in the middle of something may turn that into an error
+of their own, or swallow it. So it is also written down: an error that follows is its echo, and work in stages looks here before
+the next one. Processes that help do not hear it: the one that started them does, and ends them.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from roundelay.errors import Interrupted, RoundelayError
+
+_came = threading.Event()
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def came() -> bool:
+    """Whether an interrupt has come since listening began."""
+    return _came.is_set()
+
+
+def look() -> None:
+    """Raises what a library may have swallowed."""
+    if _came.is_set():
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM raise KeyboardInterrupt and are written down. Only in the main thread; elsewhere nothing."""
+
+    def hear(number: int, frame: Any) -> None:
+        _came.set()
+        raise KeyboardInterrupt
+
+    _came.clear()
+    with _handled(hear):
+        yield
+
+
+def reported(command: Callable[[], int | None]) -> int:
+    """Runs a command to its exit code; a user's mistake and an interrupt become a sentence."""
+    try:
+        return int(command() or 0)
+    except RoundelayError as error:
+        print(f"roundelay: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("roundelay: interrupted", file=sys.stderr)
+        return Interrupted.exit_code
+    except BrokenPipeError:
+        return 0
+    except Exception:
+        if not came():
+            raise
+        print("roundelay: interrupted", file=sys.stderr)  # a library made an error of its own out of it
+        return Interrupted.exit_code
+
+
+@contextmanager
+def told(where: str, again: str) -> Iterator[None]:
+    """An interrupt inside, or an error that is its echo, ends in a sentence that says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; what is done is kept", where=where, do=again) from None
+    except Exception:
+        if not came():
+            raise
+        raise Interrupted("stopped; what is done is kept", where=where, do=again) from None
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Processes started inside do not hear Ctrl-C, from their first instruction on; one that comes meanwhile is heard after."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def run(command: Sequence[str]) -> int:
+    """Runs a command of ours to its end, its output on standard error; an interrupt is its business, and heard once by it.
+
+    It gets a session of its own: a terminal would send Ctrl-C to it and to us, and the second one means: at once."""
+    child: subprocess.Popen[bytes] | None = None
+    waiting: list[int] = []
+
+    def forward(number: int, frame: Any) -> None:
+        _came.set()
+        if child is None:
+            waiting.append(number)
+        elif child.poll() is None:
+            child.send_signal(number)
+
+    with _handled(forward):
+        child = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+        for number in waiting:
+            child.send_signal(number)
+        return child.wait()
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
