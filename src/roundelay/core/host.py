@@ -54,5 +54,5 @@ class Host(Protocol):
     def events(self, path: Path | None, rank: int) -> EventLog:
         """Where this learner's events go."""
 
-    def keeps_log(self, rank: int) -> bool:
-        """Whether this learner writes a log of its own."""
+    def speaks(self, rank: int) -> bool:
+        """Whether this learner writes a log of its own and listens to signals."""

@@ -163,7 +163,7 @@ class VirtualHost:
             sink = self._sinks[path] = EventSink(path)
         return VirtualEventLog(sink, rank, self.clock)
 
-    def keeps_log(self, rank: int) -> bool:
+    def speaks(self, rank: int) -> bool:
         return rank == 0
 
 

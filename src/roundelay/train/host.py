@@ -71,5 +71,5 @@ class RealHost:
     def events(self, path: Path | None, rank: int) -> EventLog:
         return EventLog(path, rank)
 
-    def keeps_log(self, rank: int) -> bool:
+    def speaks(self, rank: int) -> bool:
         return True

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Run:
         if plan.run is not None:
             (plan.run / "log").mkdir(parents=True, exist_ok=True)
         log = plan.run / "log" / f"rank-{place.rank:03d}.txt" if plan.run is not None else None
-        self._log = open(log, "a") if log is not None and place.host.keeps_log(place.rank) else None  # noqa: SIM115
+        self._log = open(log, "a") if log is not None and place.host.speaks(place.rank) else None  # noqa: SIM115
         self.progress = Progress(plan.progress if place.rank == 0 else "none")
         with BUILDING:
             torch.manual_seed(options.seed)
@@ -364,7 +365,7 @@ class Run:
         )
 
     def _signals(self) -> Any:
-        return StopOnSignals(self._asked_to_stop)
+        return StopOnSignals(self._asked_to_stop) if self.place.host.speaks(self.place.rank) else nullcontext()
 
 
 class StopOnSignals:
