@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,8 @@ FOLDER = "tensorboard"
 class Board:
     """A file of scalars; opened at the first one. Nothing is written without a folder."""
 
-    def __init__(self, folder: Path | None, first: int = 0) -> None:
-        self._folder, self._first = folder, first
+    def __init__(self, folder: Path | None, first: int = 0, now: Callable[[], float] = time.time) -> None:
+        self._folder, self._first, self._now = folder, first, now
         self._writer: Any = None
         self._file: Any = None
 
@@ -43,9 +43,9 @@ class Board:
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = open(self._folder / name, "ab", buffering=1 << 16)  # noqa: SIM115 - open as long as the run
         self._writer = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write(Event(wall_time=self._now(), file_version="brain.Event:2"))
         # what an earlier run wrote beyond the checkpoint that this one goes on from is not shown
-        self._write(Event(wall_time=time.time(), step=self._first, session_log=SessionLog(status=SessionLog.START)))
+        self._write(Event(wall_time=self._now(), step=self._first, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())
@@ -61,7 +61,7 @@ class Board:
 
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()])
         with suppress(OSError):  # a full disk stops the figures, not the run
-            self._write(Event(wall_time=time.time(), step=position, summary=summary))
+            self._write(Event(wall_time=self._now(), step=position, summary=summary))
             self._file.flush()
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Scribe:
     """Puts one learner's figures on the board while it is the first of the living."""
 
     def __init__(self, learner: Learner, folder: Path | None) -> None:
-        self._learner, self._folder = learner, folder
+        self._learner, self._folder, self._clock = learner, folder, learner.place.host.clock
         self._board: Board | None = None
         self._before: tuple[float, int] | None = None
 
@@ -84,8 +84,8 @@ class Scribe:
         """`first`: the global samples that the run begins at."""
         if self._folder is None:
             return
-        self._board = Board(self._folder, first)
-        self._before = (time.perf_counter(), first)
+        self._board = Board(self._folder, first, self._learner.events.now)
+        self._before = (self._clock(), first)
         self._learner.recorder.on_record = self.record
         if self._learner.rank == 0:
             self._board.open()
@@ -95,7 +95,7 @@ class Scribe:
 
     def record(self, figures: Mapping[str, Any]) -> None:
         """What a learner has just written to the events."""
-        now = (time.perf_counter(), self._learner.position)
+        now = (self._clock(), self._learner.position)
         before, self._before = self._before, now
         if self._board is None or before is None or not self._writes():
             return
