@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "roundelay", "check", *args.overrides, *(["--json"] if args.json else [])]
         host = "127.0.0.1" if settings.host == "auto" else settings.host
         return start_learners(
-            command, settings.learners, host=host, port=settings.port, run=None, survives_death=False
+            command, lambda: run(args), settings.learners, host=host, port=settings.port, run=None, survives_death=False
         )  # fmt: skip
     else:
         host = "127.0.0.1" if settings.host == "auto" else settings.host
