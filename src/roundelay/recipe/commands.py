@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = settings.load(args.recipe, [o for o in args.overrides if not o.startswith("run=")])
     where = Path(folder[-1]) if folder else runner.default_run(recipe)
     where.mkdir(parents=True, exist_ok=True)
+    (where / "command.json").write_text(json.dumps({"command": ["roundelay", *sys.argv[1:]], "folder": os.getcwd()}))
     result = runner.run_recipe(Work(recipe, where, args.jobs, say), args.until)
     if result:
         print(json.dumps(result) if args.json else runner.table(result))

@@ -53,17 +53,15 @@ def details(run: Run) -> str:
 def commands(run: Run) -> list[str]:
     """As it was typed, where that is known; and from the settings that the run keeps."""
     found = []
-    typed = (run.start.get("environment") or {}).get("command")
+    about = run.typed or run.start.get("environment") or {}
+    typed = about.get("command")
     if isinstance(typed, list) and len(typed) > 1:
-        own = [str(a) for a in typed[1:]]
         name = "roundelay" if "roundelay" in str(typed[0]) else f"python {shlex.quote(str(typed[0]))}"
-        found += [
-            f"cd {shlex.quote(str(run.start['environment'].get('folder') or '.'))}",
-            f"{name} {shlex.join(dict.fromkeys(own))}",
-        ]
+        arguments = shlex.join(dict.fromkeys(str(a) for a in typed[1:]))
+        found += [f"cd {shlex.quote(str(about.get('folder') or '.'))}", f"{name} {arguments}"]
     if run.settings:
         if found:
-            found.append("# or, from the settings it keeps:")
+            found.append(f"# {'the network alone' if run.typed else 'or'}, from the settings that the run keeps:")
         found.append(f"roundelay train {shlex.quote(str((run.engine or run.path) / 'config.toml'))} run=runs/again resume=no")
     return found or ["# not recorded"]
 

@@ -16,7 +16,7 @@ from roundelay.report.axes import duration, number
 from roundelay.report.parts import card, flattened, table
 from roundelay.report.reading import Run, Words, read_run
 
-NOT_A_DIFFERENCE = {"run", "resume", "progress", "host", "port", "tensorboard", "keep", "log_every_s", "timeout_s"}
+NOT_A_DIFFERENCE = set("run resume progress host port tensorboard keep log_every_s timeout_s task_options.seed".split())
 """Settings that say nothing about what is compared."""
 
 
@@ -139,7 +139,7 @@ def comparison(runs: Sequence[Run]) -> str:
     return card(table(head, rows, 2, stacks=True), look, figure="summary")
 
 
-def differences(runs: Sequence[Run]) -> list[str]:
+def differences(runs: Sequence[Run], most: int = 6) -> list[str]:
     """Settings that are not the same in all runs, the strategy and the number of learners aside."""
     flat = [flattened(run.settings) for run in runs if run.settings]
     keys = dict.fromkeys(k for settings in flat for k in settings)
@@ -149,7 +149,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
         path = any(isinstance(v, str) and "/" in v for v in values)
         if key not in NOT_A_DIFFERENCE | {"strategy", "learners"} and not path and any(v != values[0] for v in values):
             found.append(key)
-    return found[:6]
+    return found[:most]
 
 
 def unknown_mixing(runs: Sequence[Run]) -> str:

@@ -42,6 +42,8 @@ class Run:
     settings: dict[str, Any]
     words: Words
     stages: dict[str, float]
+    typed: dict[str, Any]
+    """A recipe's command and the folder it was typed in."""
     start: Event = field(default_factory=dict)
     steps: dict[int, list[Event]] = field(default_factory=dict)
     """By rank; each with `at`, the second it was written, and `from`, the second it began."""
@@ -127,7 +129,8 @@ def read_run(path: str | Path, name: str = "", words: Words | None = None) -> Ru
             do=f"give a folder in it: {', '.join(inside)}" if inside else "give what `roundelay train` or `run` has written",
         )
     heard = words or Words(result.get("systems") or [], result.get("paired") or [])
-    run = Run(name or path.resolve().name, path, engine, _toml((engine or path) / "config.toml"), heard, _stages(path))
+    settings, typed = _toml((engine or path) / "config.toml"), _json(path / "command.json")
+    run = Run(name or path.resolve().name, path, engine, settings, heard, _stages(path), typed)
     if engine is not None:
         _sort(run, list(read_events(engine / EVENTS)))
     return run
