@@ -37,6 +37,12 @@ EPILOG = {
   roundelay completion bash > ~/.local/share/bash-completion/completions/roundelay
   source <(roundelay completion zsh)
   roundelay completion fish > ~/.config/fish/completions/roundelay.fish""",
+    "report": """examples:
+  roundelay report runs/frames-adpsgd-1
+  roundelay report runs/adpsgd runs/sync --out compared.html""",
+    "compare": """examples:
+  roundelay compare runs/sync-0 runs/sync-1 runs/adpsgd-0 runs/adpsgd-1
+  roundelay compare runs/* --json""",
     **speech.EPILOG,
 }
 LISTS = ["strategies", "topologies", "wires", "models", "recipes", "stages", "optimizers", "schedules", "benchmarks"]
@@ -84,6 +90,15 @@ def parser() -> argparse.ArgumentParser:
     p = command("bench", f"measure: {', '.join(BENCHES)}", run_bench)
     p.add_argument("which", choices=BENCHES)
     p.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark; see roundelay bench WHICH --help")
+
+    p = command("report", "write one HTML page about a run, or about several side by side", run_report)
+    p.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, of training or of a recipe")
+    p.add_argument("--out", default="", metavar="FILE", help="default: report.html in the run; for several runs, here")
+    p.add_argument("--json", action="store_true", help="print the page's path and the runs' figures as JSON")
+
+    p = command("compare", "compare groups of runs with equal settings, paired by seed, with intervals", run_compare)
+    p.add_argument("runs", nargs="+", metavar="RUN", help="run directories; the first one's group is the base")
+    p.add_argument("--json", action="store_true", help="print JSON")
     speech.add(command)
     return top
 
@@ -123,6 +138,18 @@ def run_completion(args: argparse.Namespace) -> int:
 
     print(completion.script(args.shell, completion.words_of(parser(), verbs.keys_of_commands()), verbs.VALUES), end="")
     return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from roundelay.recipe import heard
+
+    return heard.run_report(args)
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    from roundelay.recipe import compare
+
+    return compare.run_compare(args)
 
 
 def run_bench(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = settings.load(args.recipe, of_recipe)
     where = Path(own["run"]) if "run" in own else runner.default_run(recipe)
     where.mkdir(parents=True, exist_ok=True)
+    (where / "command.json").write_text(json.dumps({"command": ["roundelay", *sys.argv[1:]], "folder": os.getcwd()}))
     work = Work(recipe, where, args.jobs, say, own.get("progress", "auto"))
     with interrupts.told(str(where), "run the recipe again to go on"):
         result = runner.run_recipe(work, args.until)

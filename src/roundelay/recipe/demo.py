@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from roundelay.core.events import read_events
 from roundelay.errors import UsageError
 from roundelay.progress import say
 from roundelay.recipe import settings, stages
+from roundelay.recipe.heard import words_of
 from roundelay.recipe.runner import STAGES, Stage, run_stages
 from roundelay.recipe.settings import Recipe
 from roundelay.recipe.stages import Work
@@ -38,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
     recipe = settings.load(RECIPE, of_recipe)
     work = Work(recipe, Path(args.out), args.jobs, say, own.get("progress", "auto"))
     check(recipe)
-    make_folder(work.run)
+    command = ["roundelay", "demo", *(["--out", args.out] if args.out != "demo" else []), *args.overrides]
+    make_folders(work.run, command)
     introduce(work)
-    again = shlex.join(["roundelay", "demo", *(["--out", args.out] if args.out != "demo" else []), *args.overrides])
-    with interrupts.told(str(work.run), f"to go on: {again}"):
+    with interrupts.told(str(work.run), f"to go on: {shlex.join(command)}"):
         run_stages(work, ROAD)
     result = json.loads((work.run / "result.json").read_text())
     conclude(work, result)
@@ -54,9 +56,12 @@ def check(recipe: Recipe) -> None:
         raise UsageError("the demo compares learners that work together", where="train.learners", do="give at least 2")
 
 
-def make_folder(folder: Path) -> None:
+def make_folders(folder: Path, command: Sequence[str]) -> None:
+    """Each training run is to say how it was made."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for name in STRATEGIES:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name / "command.json").write_text(json.dumps({"command": command, "folder": os.getcwd()}))
     except OSError as error:
         raise UsageError(
             f"cannot write there: {error.strerror}", where=f"--out {folder}", do="choose another folder"
@@ -138,7 +143,9 @@ def trained(network: Path) -> dict[str, Any]:
 
 
 def write_page(work: Work) -> None:
-    write_report([work.run / name / "network" for name in STRATEGIES], work.run / "report.html")
+    runs = [work.run / name for name in STRATEGIES]
+    words = {run: heard for run in runs if (heard := words_of(run)) is not None}
+    write_report(runs, work.run / "report.html", words)
 
 
 OF_A_RECIPE = {stage.name: stage for stage in STAGES}

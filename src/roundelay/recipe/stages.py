@@ -37,9 +37,12 @@ from roundelay.asr.score import paired, read_text, score, write_text
 from roundelay.asr.speeds import at_other_speeds
 from roundelay.asr.store import Stream
 from roundelay.asr.task import FrameTask
+from roundelay.core.events import read_events
 from roundelay.errors import DataError, Interrupted, RoundelayError
 from roundelay.recipe.settings import Recipe, Source, section
 from roundelay.recipe.systems import SYSTEMS, System, graph_of, open_system, save_network
+from roundelay.report.reading import EVENTS, engine_folder
+from roundelay.train.board import FOLDER, Board
 
 Say = Callable[[str], None]
 TASK_FILE = "task.toml"
@@ -386,7 +389,20 @@ def score_all(work: Work) -> dict[str, Any]:
             comparisons.append({"set": name, "from": worse, "to": better, **rounded(asdict(pair))})
     result = {"systems": rows, "paired": comparisons, "language_model": json.loads((work.run / "lm.json").read_text())}
     (work.run / "result.json").write_text(json.dumps(result, indent=1))
+    post_word_errors(work.run, rows)
     return result
+
+
+def post_word_errors(run: Path, rows: list[dict[str, Any]]) -> None:
+    """The trained network's word error rate, beside its other figures in TensorBoard."""
+    trained = engine_folder(run)
+    rates = [row["wer"] for row in rows if row["name"] == "lstm"]
+    if trained is None or not rates or not (trained / FOLDER).is_dir():
+        return
+    position = max((int(e["position"]) for e in read_events(trained / EVENTS) if e["event"] == "evaluation"), default=0)
+    board = Board(trained / FOLDER, position + 1)
+    board.scalars(position, {"valid/wer": rates[0]})
+    board.close()
 
 
 def rounded(values: dict[str, Any]) -> dict[str, Any]:

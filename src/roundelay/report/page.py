@@ -1,0 +1,161 @@
+"""The page: one HTML file with its style and drawings inside; it opens from a file, without a network and without scripts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from roundelay.errors import UsageError
+from roundelay.report import curves, made, mixing, timing, words
+from roundelay.report.axes import duration, number
+from roundelay.report.parts import card, flattened, table
+from roundelay.report.reading import Run, Words, read_run
+
+NOT_A_DIFFERENCE = {
+    "run", "resume", "progress", "host", "port", "tensorboard", "keep", "log_every_s", "timeout_s", "task_options.seed",
+}  # fmt: skip
+"""Settings that say nothing about what is compared."""
+
+
+def write_report(runs: Sequence[str | Path], out: str | Path, extra: Mapping[Path, Words] | None = None) -> Path:
+    """Writes one page about these run directories; returns its path.
+
+    `extra`: what is known about the words that were heard beyond result.json, by run directory."""
+    if not runs:
+        raise UsageError("no run is named", where="RUN", do="give one run directory or more")
+    paths = [Path(run) for run in runs]
+    known = {path.resolve(): heard for path, heard in (extra or {}).items()}
+    read = [
+        read_run(path, name, known.get(path.resolve())) for path, name in zip(paths, names_of(paths), strict=True)
+    ]  # fmt: skip
+    out = Path(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_name(f".{out.name}.{os.getpid()}")
+        partial.write_text(page(read), encoding="utf-8")
+        partial.replace(out)
+    except OSError as error:
+        raise UsageError(f"cannot write the page: {error.strerror}", where=str(out), do="choose another --out") from error
+    return out
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """The shortest end of each path that tells it from the others; `network` alone says nothing."""
+    whole = [p.resolve().parts for p in paths]
+    names = []
+    for parts in whole:
+        length = 2 if parts[-1].startswith("network") and len(parts) > 2 else 1
+        while (
+            length < len(parts) and sum(other[-length:] == parts[-length:] for other in whole) > 1 and whole.count(parts) == 1
+        ):
+            length += 1
+        names.append("/".join(parts[-length:]))
+    return names
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole text."""
+    title = f"{runs[0].name}: {runs[0].strategy}" if len(runs) == 1 else f"{len(runs)} runs compared"
+    style = resources.files("roundelay.report").joinpath("page.css").read_text(encoding="utf-8")
+    bodies = [
+        ("words", "Words", words.section(runs)),
+        ("learning", "Learning", curves.learning(runs)),
+        ("time", "Time", timing.time_split(runs)),
+        ("asynchrony", "Asynchrony", timing.asynchrony(runs)),
+        ("mixing", "Mixing", mixing.section(runs) or unknown_mixing(runs)),
+        ("made", "How it was made", "".join(made.details(run) for run in runs)),
+    ]
+    shown = [(at, name, body) for at, name, body in bodies if body]
+    menu = "".join(f'<a href="#{at}">{name}</a>' for at, name, _ in shown)
+    main = "".join(f'<section id="{at}"><h2>{name}</h2>{body}</section>' for at, name, body in shown)
+    today = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"<title>{escape(title)} · Roundelay</title><style>\n{style}</style></head>\n<body>"
+        f'<header><p class="small">Roundelay report · {today}</p><h1>{escape(title)}</h1>'
+        f"{summary(runs)}<nav>{menu}</nav></header>\n"
+        f"<main>{main}</main></body></html>\n"
+    )
+
+
+def summary(runs: Sequence[Run]) -> str:
+    return tiles(runs[0]) if len(runs) == 1 else comparison(runs)
+
+
+def tiles(run: Run) -> str:
+    """The figures of one run at a glance."""
+    learners = f"{run.learners} learner{'s' * (run.learners != 1)}"
+    known = [
+        ("strategy", escape(run.strategy or "–"), learners),
+        ("time", duration(run.seconds), "training, judging and saving included"),
+        ("speed", f"{number(run.samples_per_s, 3)}", f"samples/s; {number(run.samples)} samples"),
+    ]
+    for name in ("logprob", "accuracy") if "logprob" in run.final else ("loss", "accuracy"):
+        if name in run.final:
+            known.append(
+                (f"held-out {name}", number(run.final[name]), "per frame" if name == "logprob" else "of the average model")
+            )
+    wer = run.wer()
+    if wer is not None:
+        known.append(
+            ("word error rate", f"{wer['wer']:.2f} %", f"{wer['low']:.2f} to {wer['high']:.2f}; {escape(str(wer['set']))}")
+        )
+    shown = "".join(
+        f'<div class="tile"><div class="what">{what}</div><div class="figure">{figure}</div><div class="more">{more}</div>'
+        "</div>"
+        for what, figure, more in known
+    )
+    state = "" if run.state == "finished" else f'<p class="warn">This run is {escape(run.state)}.</p>'
+    return f'{state}<div class="tiles" data-figure="summary">{shown}</div>'
+
+
+def comparison(runs: Sequence[Run]) -> str:
+    """All runs in one table, with the settings in which they differ."""
+    differing = differences(runs)
+    names = [n for n in ("logprob", "loss", "accuracy") if any(n in r.final for r in runs)]
+    if "logprob" in names and "loss" in names:
+        names.remove("loss")
+    heard = any(r.wer() for r in runs)
+    head = ["run", "strategy", *map(escape, differing), "learners", "seconds", "samples/s", *(f"held-out {n}" for n in names)]
+    head += ["WER % (95 % interval)"] if heard else []
+    rows = []
+    for run in runs:
+        flat = flattened(run.settings)
+        cells = [escape(run.name), escape(run.strategy or "–"), *(escape(str(flat.get(k, "–"))) for k in differing)]
+        cells += [number(run.learners), f"{run.seconds:.1f}" if run.seconds else "–", number(run.samples_per_s, 3)]
+        cells += [number(run.final.get(n)) for n in names]
+        if heard:
+            wer = run.wer()
+            cells.append(f"{wer['wer']:.2f} ({wer['low']:.2f} – {wer['high']:.2f})" if wer else "–")
+        if run.state != "finished":
+            cells[0] += f'<br><span class="warn small">{escape(run.state)}</span>'
+        rows.append(cells)
+    look = "seconds and samples/s say which is faster; the held-out figures, whether it is as good at the end."
+    return card(table(head, rows, 2, stacks=True), look, figure="summary")
+
+
+def differences(runs: Sequence[Run], most: int = 6) -> list[str]:
+    """Settings that are not the same in all runs, the strategy and the number of learners aside."""
+    flat = [flattened(run.settings) for run in runs if run.settings]
+    keys = dict.fromkeys(k for settings in flat for k in settings)
+    found = []
+    for key in keys:
+        values: list[Any] = [settings.get(key) for settings in flat]
+        path = any(isinstance(v, str) and "/" in v for v in values)
+        if key not in NOT_A_DIFFERENCE | {"strategy", "learners"} and not path and any(v != values[0] for v in values):
+            found.append(key)
+    return found[:most]
+
+
+def unknown_mixing(runs: Sequence[Run]) -> str:
+    """Why there is no picture of the ring."""
+    if all(run.learners < 2 for run in runs):
+        return ""
+    return '<p class="small">The events do not say who averages with whom: they were written by an older version.</p>'

@@ -1,0 +1,72 @@
+"""What was heard: word error rates with intervals, differences between systems, the worst confusions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from roundelay.report.axes import number
+from roundelay.report.figures import intervals
+from roundelay.report.parts import card, colour, signed, table
+from roundelay.report.reading import Run
+
+
+def section(runs: Sequence[Run]) -> str:
+    heard = [run for run in runs if run.words.systems]
+    if not heard:
+        return ""
+    several = len(heard) > 1
+    rows, marks = [], []
+    for n, run in enumerate(runs):
+        for r in run.words.systems:
+            label = f"{r.get('name')} · {r.get('set')}"
+            who = f"{run.name}: {label}" if several else label
+            marks.append((who, colour(n), float(r["wer"]), float(r["low"]), float(r["high"])))
+            counts = [number(r.get(k)) for k in ("substitutions", "insertions", "deletions", "words", "speakers")]
+            rows.append(
+                [
+                    *([escape(run.name)] if several else []),
+                    escape(label),
+                    f"{r['wer']:.2f}",
+                    f"{r['low']:.2f} – {r['high']:.2f}",
+                    *counts,
+                ]
+            )
+    head = [*(["run"] if several else []), "system · set", "WER %", "95 % interval", "sub", "ins", "del", "words", "speakers"]
+    chart = intervals(marks, "word error rates", "word error rate, %")
+    look = (
+        "lower is better. The bars are 95 % intervals over resampled speakers: systems whose bars overlap widely may differ by "
+        "chance alone; the differences below, speaker by speaker, say more."
+    )
+    inside = f'<div class="pair"><div>{chart}</div><div>{table(head, rows, 2 if several else 1, stacks=True)}</div></div>'
+    parts = [card(inside, look, "Word error rate", "wer")]
+    pairs = [(run, p) for run in heard for p in run.words.paired]
+    if pairs:
+        rows = [
+            [
+                *([escape(run.name)] if several else []),
+                f"{escape(str(p['to']))} minus {escape(str(p['from']))} · {escape(str(p['set']))}",
+                signed(p["difference"]),
+                f"{signed(p['low'])} to {signed(p['high'])}",
+            ]
+            for run, p in pairs
+        ]
+        head = [*(["run"] if several else []), "difference", "points", "95 % interval"]
+        look = "an interval that does not hold 0 is a real difference; below 0, the first of the two is better."
+        parts.append(card(table(head, rows, 2 if several else 1), look, "Differences between systems", "wer-paired"))
+    confusions = [(run, c) for run in heard for c in run.words.confusions]
+    if confusions:
+        rows = [
+            [
+                *([escape(run.name)] if several else []),
+                escape(f"{c['name']} · {c['set']}"),
+                escape(c["said"] or "(nothing)"),
+                escape(c["heard"] or "(nothing)"),
+                number(c["times"]),
+            ]
+            for run, c in confusions
+        ]
+        head = [*(["run"] if several else []), "system · set", "said", "heard", "times"]
+        look = "words that sound alike are expected; one word that is always missed points at its pronunciation in the lexicon."
+        parts.append(card(table(head, rows, len(head) - 1), look, "Worst confusions", "confusions"))
+    return "".join(parts)
