@@ -16,7 +16,9 @@ from roundelay.report.axes import duration, number
 from roundelay.report.parts import card, flattened, table
 from roundelay.report.reading import Run, Words, read_run
 
-NOT_A_DIFFERENCE = set("run resume progress host port tensorboard keep log_every_s timeout_s task_options.seed".split())
+NOT_A_DIFFERENCE = {
+    "run", "resume", "progress", "host", "port", "tensorboard", "keep", "log_every_s", "timeout_s", "task_options.seed",
+}  # fmt: skip
 """Settings that say nothing about what is compared."""
 
 
