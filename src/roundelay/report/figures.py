@@ -7,7 +7,7 @@ down on narrow ones. Every mark carries its number as a title, which browsers sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 from roundelay.report.axes import Axis, axis, number, short
@@ -15,7 +15,7 @@ from roundelay.report.series import Points
 
 WIDE, HIGH = 420, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 38
-LOG_FROM = 6.0
+LOG_FROM = 3.0
 """Losses whose largest is so many times their smallest are drawn on a logarithmic axis."""
 SHAPES = ("circle", "square", "diamond", "triangle")
 
@@ -29,7 +29,6 @@ class Series:
     points: Points
     marks: bool = False
     dashed: bool = False
-    notes: list[str] = field(default_factory=list)
 
 
 def svg(inside: Sequence[str], title: str, wide: float = WIDE, high: float = HIGH) -> str:
@@ -66,12 +65,10 @@ def lines(
             path = "M" + "L".join(f"{place(across(x))} {place(up(y))}" for x, y in s.points)
             dashed = " dashed" if s.dashed else ""
             drawn.append(f'<path class="line c{s.colour}{dashed}" d="{path}"/>')
-        if s.marks or len(s.points) == 1:
-            drawn += [
-                mark(s.colour, across(x), up(y), f"{s.name}: {number(y)} at {number(x, 3)} {x_label}") for x, y in s.points
-            ]
-        else:
-            drawn += [touch(across(x), up(y), f"{s.name}: {number(y)} at {number(x, 3)} {x_label}") for x, y in s.points]
+        small = 3.0 if len(s.points) > 25 else 4.0
+        for x, y in s.points:
+            at, text = (across(x), up(y)), f"{s.name}: {number(y)} at {number(x, 3)} {x_label}"
+            drawn.append(mark(s.colour, *at, text, small) if s.marks or len(s.points) == 1 else touch(*at, text))
     return svg(drawn, title)
 
 
