@@ -94,7 +94,6 @@ BY_TEST: dict[str, str] = {
     "sudo roundelay bench network --hierarchy --json > benchmarks/results/hierarchy.json": HIERARCHY,
     "torchrun --standalone --nproc-per-node 2 examples/join_any_module.py": EXAMPLE,
     "torchrun --nproc-per-node 4 script.py": EXAMPLE,
-    "roundelay demo": DEMO,
     "roundelay demo --json": DEMO,
     "roundelay run recipes/digits": REAL_RECIPE,
     "roundelay run recipes/digits --until align": REAL_RECIPE,
@@ -103,7 +102,6 @@ BY_TEST: dict[str, str] = {
 
 CANNOT: dict[str, str] = {
     "git clone … && cd roundelay": "needs the network and an address",
-    "pip install 'roundelay[synth]'": "needs a package registry",
     "sbatch train.sbatch": "needs a Slurm cluster; the script itself is run by test_the_slurm_script_on_one_machine",
     "squeue --me": "needs a Slurm cluster",
     "tail -f slurm-12345.txt": "follows a file until it is stopped",

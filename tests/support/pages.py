@@ -101,11 +101,24 @@ def read(path: Path) -> Page:
             continue
         if mark := MARK.match(line):
             marks[mark[1]] = mark[2] or "yes"
-        elif line.strip():
-            marks = {}
-            page.items += [Command(page.name, number + 1, found, inline=True) for found in INLINE.findall(line)]
-        number += 1
+            number += 1
+        elif not line.strip():
+            number += 1
+        else:
+            end = number
+            while end < len(lines) and lines[end].strip() and not FENCE.match(lines[end]) and not MARK.match(lines[end]):
+                end += 1
+            page.items += inline(page.name, number + 1, "\n".join(lines[number:end]))
+            marks, number = {}, end
     return page
+
+
+def inline(page: str, first: int, paragraph: str) -> list[Command]:
+    """The commands in running text, which may go on in the next line."""
+    return [
+        Command(page, first + paragraph[: found.start()].count("\n"), " ".join(found[1].split()), inline=True)
+        for found in INLINE.finditer(paragraph)
+    ]
 
 
 def commands(page: str, first: int, body: list[str], marks: dict[str, str]) -> list[Command]:
