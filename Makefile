@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint bench demo clean
+.PHONY: help setup test lint docs bench demo clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/'
@@ -16,7 +16,7 @@ setup: $(READY)  ## environment in .venv with the pinned versions, and this pack
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,synth,onnx]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,synth,onnx]'
 	touch $@
 
 # One thread per process: the tests start many processes, and threads that fight for cores make them slow. Two files of tests
@@ -29,6 +29,15 @@ lint: setup  ## style, format, types, and who imports whom
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Pages and pictures that are made from the code and from records; then the site, on which a dead link is an error.
+docs: setup  ## the documentation, as a site in build/site
+	$(BIN)/python docs/_make/reference.py
+	$(BIN)/python docs/_make/timelines.py
+	$(BIN)/python docs/_make/strip.py
+	$(BIN)/python docs/_make/measured.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
+	@echo "open build/site/index.html"
 
 bench: setup  ## quick throughput benchmark against the ceiling without communication
 	$(BIN)/roundelay bench throughput --quick

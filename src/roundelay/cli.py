@@ -17,7 +17,7 @@ EPILOG = {
   roundelay train examples/frames.toml strategy=adpsgd learners=2
   roundelay train examples/frames.toml strategy=kstep strategy_options.K=16 learners=4 run=runs/k16
   roundelay train examples/frames.toml run=runs/k16 resume=auto
-  torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml strategy=hierarchical(adpsgd)""",
+  torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml 'strategy=hierarchical(adpsgd)'""",
     "list": """examples:
   roundelay list strategies
   roundelay list recipes

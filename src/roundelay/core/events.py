@@ -50,3 +50,63 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except json.JSONDecodeError:
                 continue
+
+
+ALWAYS = {"event": "what kind it is", "time": "seconds since 1970", "rank": "who wrote it"}
+
+# Every field of every event. The reference page of the documentation is made of this; a test holds real runs to it.
+FIELDS: dict[str, dict[str, str]] = {
+    "steps": {
+        "step": "steps of this learner in all (a resumed run goes on counting)",
+        "steps": "steps since its last such event",
+        "samples": "samples since",
+        "samples_per_s": "of this learner",
+        "loss": "mean training loss of its batches; null if it had none",
+        "rate": "learning rate",
+        "position": "global samples before its last step",
+        "seconds": "by kind: data (waiting for the next batch), compute (forward and backward), update (writing a published w), "
+        "comm (waiting for others), save, judge",
+        "elapsed_s": "wall seconds since",
+        "cpu_s": "CPU seconds of the process, all its threads, in all",
+        "staleness": 'how many gradients were applied with which staleness, as {"0": 148, "1": 19}',
+        "meetings": "meetings of its agent since",
+        "bytes": "payload this learner has put on its wire since",
+        "pair_distance": "only with meetings: mean of |w_i - w_j| / |w_i| that they found, from a sample of elements",
+        "meeting_s": "only with meetings: mean seconds from entering a round to its end",
+    },
+    "evaluation": {
+        "position": "global samples it belongs to",
+        "figures": "what the task's evaluate names, loss among them, as means",
+        "final": "whether it is the model the run ends with",
+        "seconds": "summed over the learners",
+        "spread": "sqrt(mean |w_l - mean|^2) / |mean| of the checkpoint; not in the final one",
+        "effective_rate": "mean of <g_l, g> / |g|^2; not in the final one, nor with one learner",
+    },
+    "checkpoint": {
+        "position": "global samples it belongs to",
+        "path": "its folder in ckpt/",
+        "spread": "as in evaluation",
+    },
+    "lost": {"lost": "the rank that died", "why": "how it was noticed; written by every learner that hears of it"},
+    "stall": {"waiting_for": "the ranks that everybody waits for", "waited_s": "so far"},
+    "summary": {
+        "steps": "per learner, at the end of its run",
+        "samples": "in all",
+        "meetings": "in all",
+        "bytes": "in all",
+        "compute_s": "seconds by kind, likewise data_s, update_s, comm_s, save_s, judge_s",
+        "data_s": "",
+        "update_s": "",
+        "comm_s": "",
+        "save_s": "",
+        "judge_s": "",
+        "elapsed_s": "wall seconds",
+        "samples_per_s": "of this learner",
+        "own_s": "compute, data and update",
+        "waiting_s": "comm",
+        "staleness_mean": "over its gradients",
+        "staleness": "counts, as in steps",
+    },
+    "run": {"slowest_rank": "rank, own_s and waiting_s of the learner with the most seconds of its own", "figures": "the final ones"},
+    "watchdog": {"error": "the watchdog of that rank ended early because the store was gone"},
+}

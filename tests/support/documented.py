@@ -1,0 +1,127 @@
+"""How each documented command is run by the tests. A command in none of these tables is run as it stands.
+
+INSTEAD     it takes long, or needs a machine that is not here: the same thing, smaller. Several may share one.
+BY_TEST     another test runs the same thing, small: file::function.
+CANNOT      it cannot run in a test at all, and why. Keep this one short.
+
+Commands that train the example task are made small by `shrunk` and need no line.
+"""
+
+from __future__ import annotations
+
+TINY = (
+    "mono.passes=3 mono.gaussians=1 tri.leaves=30 tri.passes=2 tri.gaussians=1 tri.splice=0 network.model=tiny network.hidden=16"
+    " train.learners=1 train.epochs=0.5 scales=[0.1] dev_utterances=4 decode.beam=8"
+)
+DONE = f"roundelay run road/mine {TINY} run=runs/mine --jobs 1"
+"""The recipe of own-corpus.md, which every sandbox finds done: all its stages are checked and skipped."""
+THROUGHPUT = "roundelay bench throughput --contestants adpsgd --batches 8 --cases even --rounds 1 --seconds 0.3 --json"
+OVERHEAD = "roundelay bench overhead --sizes 1M --repeats 1 --no-buffers --json"
+LEARNING = "roundelay bench learning --learners 2 --seeds 1 --contestants kstep --epochs 0.1 --json"
+ROAD = "roundelay bench road runs/spoken --repeats 1 --utterances 2 --json"
+SPEECH = f"roundelay bench speech road/mine runs/spoken --learners 2 --seeds 1 --strategies adpsgd --epochs 0.1 --jobs 1 --json"
+TORCHRUN = (
+    "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml"
+    " task_options.samples=256 task_options.held_out=64 epochs=1 batch=16 run=runs/under-torchrun"
+)
+TWO_HOSTS = " & ".join(
+    f"torchrun --nnodes 2 --node-rank {n} --nproc-per-node 1 --master-addr 127.0.0.1 --master-port $PORT -m roundelay train"
+    " examples/frames.toml host=auto task_options.samples=256 task_options.held_out=64 epochs=1 batch=16 run=runs/two-hosts"
+    for n in (0, 1)
+) + "; wait"
+HOST = "torchrun --nnodes 2 --node-rank {n} --nproc-per-node 2 --master-addr first --master-port 29500 -m roundelay train {rest}"
+
+INSTEAD: dict[str, str] = {
+    # the engine
+    **{HOST.format(n=n, rest="examples/frames.toml host=auto run=/shared/runs/two epochs=2"): TWO_HOSTS for n in (0, 1)},
+    "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml epochs=2 run=runs/tr": TORCHRUN,
+    "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml run=runs/t": TORCHRUN,
+    "torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml 'strategy=hierarchical(adpsgd)'": TORCHRUN,
+    # benchmarks
+    "roundelay bench throughput": THROUGHPUT,
+    "roundelay bench throughput --quick": THROUGHPUT,
+    "roundelay bench throughput --json > benchmarks/results/throughput.json": THROUGHPUT,
+    "roundelay bench throughput --contestants ddp,sync,adpsgd --batches 8 --cases slow --rounds 5": THROUGHPUT,
+    "roundelay bench throughput --contestants ddp,sync,adpsgd --batches 8,64 --rounds 5 --json": THROUGHPUT,
+    "roundelay bench throughput --contestants ddp,sync,adpsgd --cases even --json": THROUGHPUT,
+    "roundelay bench overhead": OVERHEAD,
+    "roundelay bench overhead --json": OVERHEAD,
+    "roundelay bench overhead --json > benchmarks/results/overhead.json": OVERHEAD,
+    "roundelay bench overhead --sizes 1M --json": OVERHEAD,
+    "roundelay bench overhead --sizes 1M --repeats 3 --no-buffers": OVERHEAD,
+    "roundelay bench learning": LEARNING,
+    "roundelay bench learning --quick": LEARNING,
+    "roundelay bench learning --json > benchmarks/results/learning.json": LEARNING,
+    "roundelay bench learning --learners 4 --seeds 1": LEARNING,
+    "roundelay bench learning --contestants half,never,sync,kstep,bmuf,dpsgd,adpsgd,delay_by_one,hierarchical": LEARNING,
+    "roundelay bench road runs/spoken --json": ROAD,
+    "roundelay bench speech recipes/spoken runs/spoken --json": SPEECH,
+    # the speech road
+    "roundelay synth my-speech rate=16000 train_speakers=24 train_utterances=600": "roundelay synth my-speech rate=16000"
+    " train_speakers=4 train_utterances=80 dev_speakers=2 dev_utterances=10 test_speakers=2 test_utterances=10 lm_sentences=300 --jobs 1",
+    "roundelay synth corpora/spoken": "roundelay synth corpora/spoken train_speakers=1 train_utterances=2 dev_speakers=1"
+    " dev_utterances=1 test_speakers=1 test_utterances=1 lm_sentences=20 --jobs 1",
+    "roundelay synth corpora/wide rate=16000 train_speakers=40 train_utterances=800": "roundelay synth corpora/wide rate=16000"
+    " train_speakers=1 train_utterances=2 dev_speakers=1 dev_utterances=1 test_speakers=1 test_utterances=1 lm_sentences=20 --jobs 1",
+    "roundelay run mine": f"roundelay run mine {TINY} --jobs 1",
+    "roundelay run mine --until align": f"roundelay run mine {TINY} --until align --jobs 1",
+    "roundelay run mine train.learners=4 train.strategy=kstep run=runs/mine-kstep": f"roundelay run mine {TINY} train.learners=4"
+    " train.strategy=kstep run=runs/mine-kstep --until features --jobs 1",
+    "roundelay run recipes/spoken": DONE,
+    "roundelay run recipes/spoken train.strategy=adpsgd train.learners=4 run=runs/spoken-adpsgd": DONE,
+    "roundelay run recipes/spoken train.strategy=kstep train.learners=4 run=runs/kstep": DONE,
+    "roundelay run recipes/spoken run=/shared/runs/spoken": DONE,
+    HOST.format(n=0, rest="/shared/runs/spoken/network/task.toml run=/shared/runs/spoken/network resume=auto host=auto"): (
+        "roundelay train runs/spoken/network/task.toml run=runs/spoken/network resume=auto host=auto"
+    ),
+    "roundelay export runs/spoken exported --onnx": "roundelay export runs/spoken exported-onnx --onnx --jobs 1",
+    "roundelay export runs/mine exported --onnx": "roundelay export runs/mine exported --onnx --jobs 1",
+}
+
+NETWORK = "tests/bench/test_network.py::test_ddp_and_gossip_between_two_machines"
+HIERARCHY = "tests/bench/test_network.py::test_a_machine_of_two_learners_sends_one_model_per_meeting"
+EXAMPLE = "tests/test_examples.py::test_join_any_module_on_two_learners_shares_the_batches"
+DEMO = "tests/test_docs_commands.py::test_the_demo_in_miniature"
+REAL_RECIPE = "tests/asr/test_recipe.py::test_a_recipe_goes_from_recordings_to_word_error_rates"
+
+BY_TEST: dict[str, str] = {
+    "roundelay bench network": NETWORK,
+    "roundelay bench network --json": NETWORK,
+    "sudo roundelay bench network --quick": NETWORK,
+    "sudo roundelay bench network --json > benchmarks/results/network.json": NETWORK,
+    "roundelay bench network --hierarchy --json": HIERARCHY,
+    "sudo roundelay bench network --hierarchy --json": HIERARCHY,
+    "sudo roundelay bench network --hierarchy --json > benchmarks/results/hierarchy.json": HIERARCHY,
+    "torchrun --standalone --nproc-per-node 2 examples/join_any_module.py": EXAMPLE,
+    "torchrun --nproc-per-node 4 script.py": EXAMPLE,
+    "roundelay demo --json": DEMO,
+    "roundelay run recipes/digits": REAL_RECIPE,
+    "roundelay run recipes/digits --until align": REAL_RECIPE,
+    "roundelay run recipes/commands": "tests/asr/test_recipe.py::test_every_recipe_can_be_read",
+}
+
+CANNOT: dict[str, str] = {
+    "git clone … && cd roundelay": "needs the network and an address",
+    "sbatch train.sbatch": "needs a Slurm cluster; the script itself is run by test_the_slurm_script_on_one_machine",
+    "squeue --me": "needs a Slurm cluster",
+    "tail -f slurm-12345.txt": "follows a file until it is stopped",
+    "sudo roundelay bench overhead --link 1000 --sizes 1M,10M": "shapes links as root for minutes; its cables: test_network.py",
+    "sudo roundelay bench overhead --link 1000 --sizes 1M,10M --json": "as above",
+    "sudo roundelay bench overhead --link 1000 --sizes 10M": "as above",
+}
+
+
+def shrunk(text: str) -> str:
+    """The example task, small: fewer samples, and learners as threads where the command does not ask for more."""
+    if not text.startswith(("roundelay train examples/", "RANK=")):
+        return text
+    if text.startswith("RANK="):
+        small = "task_options.samples=256 task_options.held_out=64 batch=16"
+        return text.replace(" epochs=", f" {small} epochs=").replace("29519", "$PORT")
+    small = [] if "spirals" in text else ["task_options.samples=256", "task_options.held_out=64"]
+    if "epochs=" not in text:
+        small.append("epochs=1")
+    if "wire=" not in text and "hostname" not in text:
+        small.append("wire=inproc")
+    head, flag, tail = text.partition(" --")  # settings stand before options
+    return " ".join([head, *small]) + flag + tail

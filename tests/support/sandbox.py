@@ -1,0 +1,142 @@
+"""A folder in which the commands of a page are run, with what they expect to find there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from command import BIN, LAUNCHER_VARIABLES
+from pages import ROOT
+
+from roundelay import cli
+
+LIMIT_S = 400.0
+SHELL = ("&", ";", "|", "$", "<")
+
+
+@dataclass
+class Outcome:
+    """What came of a command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def all(self) -> str:
+        return self.out + self.err
+
+
+class Sandbox:
+    """Commands run here in order; what one leaves behind the next one finds."""
+
+    def __init__(self, folder: Path, road: Path | None = None) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(ROOT / "examples", folder / "examples", dirs_exist_ok=True)
+        for name in ("recipes", "docs"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "benchmarks" / "results").mkdir(parents=True)
+        (folder / "runs").mkdir()
+        self.namespace: dict[str, object] = {"__name__": "page"}
+        if road is not None:
+            self._furnish(road)
+
+    def _furnish(self, road: Path) -> None:
+        """A corpus, a finished run and hypotheses, under the names that pages use."""
+        (self.folder / "road").symlink_to(road)
+        for name in ("spoken", "mine"):
+            shutil.copytree(road / "runs" / "mine", self.folder / "runs" / name)
+        for name, part in (("train", "train"), ("test", "test"), ("new", "test")):
+            place = self.folder / "data" / name
+            place.parent.mkdir(exist_ok=True)
+            place.symlink_to(road / "my-speech" / part)
+        (self.folder / "my").mkdir()
+        (self.folder / "my" / "data_dir").symlink_to(road / "my-speech" / "test")
+        for name in ("hyp.txt", "other.txt"):
+            shutil.copy(road / "hyp.txt", self.folder / name)
+
+    def write(self, name: str, text: str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def run(self, text: str) -> Outcome:
+        """In this process where that is possible: a new one takes seconds to load torch."""
+        words = shlex.split(text)
+        if any(sign in text for sign in SHELL) or words[0] not in ("roundelay", "python"):
+            return self._in_a_shell(text)
+        into = None
+        if ">" in words:
+            into = self.folder / words[words.index(">") + 1]
+            words = words[: words.index(">")]
+        outcome = self._here(words)
+        if into is not None:
+            into.write_text(outcome.out)
+            outcome.out = ""
+        return outcome
+
+    def _here(self, words: list[str]) -> Outcome:
+        with self._inside() as (out, err):
+            try:
+                if words[0] == "python":
+                    sys.argv = words[1:]
+                    sys.path.insert(0, str((self.folder / words[1]).parent))
+                    runpy.run_path(words[1], run_name="__main__")
+                    code = 0
+                else:
+                    code = cli.main(words[1:])
+            except SystemExit as end:
+                code = int(end.code or 0)
+        return Outcome(code, out.getvalue(), err.getvalue())
+
+    def python(self, text: str, where: str) -> str:
+        """A block of a page; names stay for its later blocks."""
+        with self._inside() as (out, _):
+            exec(compile(text, where, "exec"), self.namespace)
+        return out.getvalue()
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[tuple[io.StringIO, io.StringIO]]:
+        """In the folder, with no trace left in this process: paths, arguments, modules that were found here."""
+        out, err = io.StringIO(), io.StringIO()
+        before, path, argv, modules = Path.cwd(), list(sys.path), sys.argv, set(sys.modules)
+        os.chdir(self.folder)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                yield out, err
+        finally:
+            os.chdir(before)
+            sys.path[:], sys.argv = path, argv
+            for name in set(sys.modules) - modules:
+                file = getattr(sys.modules[name], "__file__", None) or ""
+                if file.startswith((str(self.folder), str(ROOT / "examples"))):
+                    del sys.modules[name]
+
+    def _in_a_shell(self, text: str) -> Outcome:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+        env |= {"PATH": f"{BIN}:{env['PATH']}", "OMP_NUM_THREADS": "1", "PORT": port}
+        job = subprocess.Popen(
+            ["bash", "-c", f"set -o pipefail; {text}"], cwd=self.folder, env=env, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, err = job.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            out, err = job.communicate()
+            return Outcome(-1, out, f"{err}\nno end in {LIMIT_S:.0f} s")
+        return Outcome(job.returncode, out, err)
