@@ -60,10 +60,9 @@ class FrameTask:
         self.seed, self.window, self.margin = seed, window, margin
         self._features, self._targets = from_spec(features), Alignments.open(Path(alignments))
         self._valid_features, self._valid_targets = from_spec(valid_features), Alignments.open(Path(valid_alignments))
-        self.ids = matched(self._features, self._targets, features)
+        self._open_training(features)
         valid = matched(self._valid_features, self._valid_targets, valid_features)
         self.valid_ids = valid[:: max(1, len(valid) // valid_utterances)][:valid_utterances]
-        self.windows = chunks.cut([self._features.frames(name) for name in self.ids], window)
         changes = {"layers": layers, "hidden": hidden, "bottleneck": bottleneck, "dropout": dropout}
         self.shape: ModelShape = preset_shape(
             model,
@@ -76,6 +75,10 @@ class FrameTask:
         self._order: tuple[int, np.ndarray] | None = None
         self._cache: dict[str, np.ndarray] = {}
         self._cached_frames = 0
+
+    def _open_training(self, where: str) -> None:
+        self.ids = matched(self._features, self._targets, where)
+        self.windows = chunks.cut([self._features.frames(name) for name in self.ids], self.window)
 
     def _make_masks(self, mels: int, frames: int) -> Masks | None:
         if not mels and not frames:
