@@ -84,6 +84,8 @@ def plan_of(settings: config.Settings, run: Path | None) -> Plan:
         evaluate=settings.evaluate,
         keep=settings.keep,
         progress=settings.progress,
+        loaders=settings.loaders,
+        loader=settings.loader,
     )
 
 

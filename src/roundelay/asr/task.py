@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from roundelay.asr import chunks
-from roundelay.asr.align import Alignments
+from roundelay.asr.align import Alignments, matched
 from roundelay.asr.features import from_spec
 from roundelay.asr.masking import Masks
 from roundelay.asr.model import AcousticModel, ModelShape, preset_shape
 from roundelay.asr.store import PastedStore, Stream
-from roundelay.errors import DataError, UsageError
+from roundelay.errors import UsageError
 
 VALIDATION_FRAMES = 8_000
 """Frames of a validation batch: small enough for any machine, large enough to be fast."""
@@ -100,9 +100,10 @@ class FrameTask:
         return AcousticModel(self.shape)
 
     def batch(self, epoch: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, chunks.order(self.seed, epoch, self.samples))
-        chosen = self._order[1][start:stop]
+        order = self._order
+        if order is None or order[0] != epoch:
+            order = self._order = (epoch, chunks.order(self.seed, epoch, self.samples))
+        chosen = order[1][start:stop]
         x, y = chunks.gather(self.windows, chosen, self.ids, self, self._targets, self.margin)
         if self._masks is not None:
             for row, window in enumerate(chosen):  # a function of (seed, epoch, window), whoever trains on it
@@ -149,22 +150,6 @@ class FrameTask:
 
 def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
-
-
-def matched(features: Stream, targets: Alignments, where: str) -> list[str]:
-    """Utterances that have both features and an alignment of as many frames."""
-    have = set(features.ids)
-    found = [name for name in targets.ids if name in have]
-    if not found:
-        raise DataError("no utterance has both features and an alignment", where=where, do="align the same data directory")
-    for name in found:
-        if features.frames(name) != len(targets[name]):
-            raise DataError(
-                f"utterance {name} has {features.frames(name)} frames of features and {len(targets[name])} of alignment",
-                where=where,
-                do="align again: the features were made anew, or with another frame shift",
-            )
-    return found
 
 
 def padded_batches(

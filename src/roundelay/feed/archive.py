@@ -219,7 +219,12 @@ class Archive:
 
     def require(self, features: dict[str, Any], outputs: int, window: int, margin: int) -> None:
         """DataError unless the archive holds what the caller would make from these features and targets now."""
-        mine = {**self.about.features, "outputs": self.about.outputs, "window": self.layout.window, "margin": self.layout.margin}
+        mine = {
+            **self.about.features,
+            "outputs": self.about.outputs,
+            "window": self.layout.window,
+            "margin": self.layout.margin,
+        }
         wanted = {**features, "outputs": outputs, "window": window, "margin": margin}
         differing = [key for key in sorted({*mine, *wanted}) if mine.get(key) != wanted.get(key)]
         if differing:

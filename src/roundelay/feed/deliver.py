@@ -1,8 +1,8 @@
-"""From stored examples to a batch: bytes to values, other speeds, deltas, noise, put side by side; one compiled pass without the
-interpreter's lock, so that loaders work while a learner trains.
+"""From stored examples to a batch: bytes to values, other speeds, deltas, noise, put side by side. One compiled pass without
+the interpreter's lock, so that loaders work while a learner trains.
 
-Deltas are the sums of `roundelay.asr.fbank`, term by term in the same order: an archive of one-byte features delivers to the bit
-what the feature store does.
+Deltas are the sums of `roundelay.asr.fbank`, term by term in the same order: an archive of one-byte features delivers to the
+bit what the feature store does.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PERTURB_DICE = 0x5EED
 class Perturbation:
     """Changes drawn anew for every example and epoch, from (seed, epoch, example) alone.
 
-    speed   the largest relative change of tempo: 0.1 plays an example at 0.9 to 1.1 of its speed (frames are interpolated; pitch
-            stays; recordings at other speeds, pitch and all, are the recipe's `speeds`)
+    speed   the largest relative change of tempo: 0.1 plays an example at 0.9 to 1.1 of its speed (frames are interpolated;
+            pitch stays; recordings at other speeds, pitch and all, are the recipe's `speeds`)
     noise   standard deviation of Gaussian noise on the static features, in units of their deviation
     """
 
@@ -66,7 +66,9 @@ def taps(order: int) -> np.ndarray:
 
 
 @_compiled
-def _deliver(values, ranges, targets, head, value_starts, target_starts, rows, places, x, y, weights, reach, margin, speeds, noise, seeds):  # type: ignore[no-untyped-def]  # noqa: E501
+def _deliver(
+    values, ranges, targets, head, value_starts, target_starts, rows, places, x, y, weights, reach, margin, speeds, noise, seeds
+):  # type: ignore[no-untyped-def]
     dim = values.shape[1]
     orders, width = weights.shape
     compressed = ranges.shape[0] > 0

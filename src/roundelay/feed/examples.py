@@ -20,8 +20,8 @@ ORDERS = 2
 
 @dataclass(frozen=True)
 class Delivered:
-    """x float32 [n, frames, features]; y int64 [n, frames], IGNORE where nothing counts; frames of each example; and the numbers
-    the examples had before the archive was shuffled."""
+    """x float32 [n, frames, features]; y int64 [n, frames], IGNORE where nothing counts; frames of each example; and the
+    numbers the examples had before the archive was shuffled."""
 
     x: np.ndarray
     y: np.ndarray
@@ -33,7 +33,9 @@ class Examples:
     """An archive in the order of (seed, epoch). Safe to call from several threads; what it keeps in memory is bounded by the
     archive's block size, whatever the corpus."""
 
-    def __init__(self, archive: Archive | Path | str, seed: int = 0, change: Perturbation | None = None, mix: int = MIX) -> None:
+    def __init__(
+        self, archive: Archive | Path | str, seed: int = 0, change: Perturbation | None = None, mix: int = MIX
+    ) -> None:
         self.archive = archive if isinstance(archive, Archive) else Archive(archive, kept=3 * mix)
         self.seed, self.change, self.mix = seed, change or Perturbation(), mix
         self._orders: dict[int, EpochOrder] = {}

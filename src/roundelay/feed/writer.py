@@ -76,7 +76,7 @@ def _write_shards(folder: Path, blocks: Iterable[Encoded], shard_bytes: int) -> 
     out: Any = None
     try:
         for block in blocks:
-            if out is None or out.tell() + len(block.data) > shard_bytes > 0 and out.tell() > 0:
+            if out is None or (out.tell() and out.tell() + len(block.data) > shard_bytes):
                 if out is not None:
                     _close(out, shards)
                 out = open(folder / f"shard-{len(shards):05d}.bin", "wb")  # noqa: SIM115

@@ -1,7 +1,7 @@
 """`roundelay pack`: the training examples of a run, packed once into an archive that learners train from.
 
-Examples are the windows of `roundelay.asr.chunks` or whole utterances, with their margins, shuffled as a whole by the seed. Blocks
-are independent of each other, so processes make them side by side and one writes them in order.
+Examples are the windows of `roundelay.asr.chunks` or whole utterances, with their margins, shuffled as a whole by the seed.
+Blocks are independent of each other, so processes make them side by side and one writes them in order.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import json
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from roundelay import config
 from roundelay.asr import chunks
 from roundelay.asr.align import INDEX as ALIGNMENTS_INDEX
-from roundelay.asr.align import Alignments
+from roundelay.asr.align import Alignments, matched
 from roundelay.asr.features import from_spec
 from roundelay.asr.parallel import ordered
 from roundelay.asr.store import FeatureStore, PastedStore
-from roundelay.asr.task import matched
-from roundelay.errors import UsageError, nearest
+from roundelay.errors import DataError, UsageError, nearest
 from roundelay.feed import writer
-from roundelay.feed.archive import IGNORE, About, Archive, Layout, encode
+from roundelay.feed.archive import IGNORE, INDEX, About, Archive, Layout, encode
 
 KINDS = ("chunks", "utterances")
 DICE = 0x9ACC
@@ -110,9 +110,15 @@ class Source:
     def expected_bytes(self) -> float:
         """About what the archive will take."""
         layout, samples = self.layout, self.samples
-        frames = float(self.features.total_frames * self.packing.repeat if self.packing.whole else samples * self.packing.window)
+        frames = float(
+            self.features.total_frames * self.packing.repeat if self.packing.whole else samples * self.packing.window
+        )
         stored = frames + samples * 2 * (layout.margin + layout.reach)
-        return stored * layout.dim * (1 if layout.compressed else 4) + 4 * frames + samples * (16 + 8 * layout.dim * layout.compressed)
+        return (
+            stored * layout.dim * (1 if layout.compressed else 4)
+            + 4 * frames
+            + samples * (16 + 8 * layout.dim * layout.compressed)
+        )
 
     def encoded(self, number: int) -> writer.Encoded:
         """One block."""
@@ -198,10 +204,40 @@ def pack(
     hours = archive.about.counted / 360_000
     say(
         f"{folder}: {len(archive):,} {packing.examples}, {archive.about.counted:,} frames ({hours:.2f} h), "
-        f"{len(archive.about.shards)} shards, {size / 1e6:.1f} MB ({size / max(archive.about.counted, 1):.0f} bytes per frame), "
+        f"{len(archive.about.shards)} shards, {size / 1e6:.1f} MB ({size / max(archive.about.counted, 1):.0f} bytes a frame), "
         f"{seconds:.1f} s, {archive.about.counted / seconds:,.0f} frames/s"
     )
     return archive
+
+
+def archive_for(options: dict[str, Any], alignments: Path, *, jobs: int, progress: str, say: Callable[[str], None]) -> Path:
+    """The archive of a task's features and alignments, beside the alignments; packed unless it is there and fits."""
+    packing = Packing(**{key: options[key] for key in ("features", "alignments", "window", "margin")})
+    folder = alignments.resolve().with_name(alignments.name.replace("alignments", "archive"))
+    if (folder / INDEX).exists():
+        source = Source(packing)
+        try:
+            told = configuration(source.features, source.targets)
+            Archive(folder).require(told, source.targets.num_pdfs, packing.window, packing.margin)
+            return folder
+        except DataError as error:
+            say(f"  packing again: {error.what}")
+    pack(packing, folder, jobs=jobs, progress=progress, say=lambda text: say(f"  {text}"))
+    return folder
+
+
+def packing_of(run: Path, told: dict[str, Any]) -> Packing:
+    """What `roundelay pack RUN` packs: what the run's network was trained on, unless told otherwise."""
+    task = run / "network" / "task.toml"
+    values: dict[str, Any] = {"features": str(run / "features" / "train"), "alignments": str(run / "alignments" / "train")}
+    if task.exists():
+        options = config.load(task).settings.task_options
+        values |= {key: options[key] for key in ("features", "alignments", "window", "margin") if key in options}
+    known = {field.name for field in fields(Packing)}
+    for key in told:
+        if key not in known:
+            raise UsageError(f"there is no '{key}' here", where="pack", do=nearest(key, known))
+    return Packing(**{**values, **told})
 
 
 def describe(archive: Archive) -> dict[str, Any]:

@@ -27,7 +27,9 @@ class PackedTask(FrameTask):
     def __init__(self, *, archive: str, speed: float = 0.0, noise: float = 0.0, **options: Any) -> None:
         self._given = {"archive": archive, "speed": speed, "noise": noise, **options}
         if not 0 <= speed < 0.5 or not 0 <= noise < 10:
-            raise UsageError(f"speed {speed}, noise {noise}", where="task_options", do="speed below 0.5, noise below 10; 0: none")
+            raise UsageError(
+                f"speed {speed}, noise {noise}", where="task_options", do="speed below 0.5, noise below 10; 0: none"
+            )
         self._archive = archive
         self._change = Perturbation(speed, noise)
         super().__init__(**options)

@@ -18,10 +18,12 @@ from safetensors.torch import save_file
 from roundelay.core.events import EventLog
 from roundelay.core.task import Task
 from roundelay.errors import DataError, Interrupted, PeerLost, UsageError, nearest
+from roundelay.feed.device import Carrier
+from roundelay.feed.loader import MOST, Loader
+from roundelay.feed.process import InProcesses
 from roundelay.progress import Progress
 from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_model
-from roundelay.train.claims import Race, Turn
-from roundelay.train.feed import Feed
+from roundelay.train.claims import Claim, Race, Turn
 from roundelay.train.judge import Judge
 from roundelay.train.learner import Learner, innermost
 from roundelay.train.options import Options
@@ -53,6 +55,8 @@ class Plan:
     evaluate: bool = True
     keep: int = 3
     progress: str = "auto"
+    loaders: int = 1
+    loader: str = "thread"
     about: dict[str, Any] = field(default_factory=dict)
     on_step: Callable[[Learner], None] | None = None
     """Called after every step: for benchmarks that look over the learner's shoulder."""
@@ -175,13 +179,16 @@ class Run:
         learner, plan, task = self.learner, self.plan, self.task
         every = max(1, round(plan.save_every_epochs * task.samples))
         next_save = (learner.position // every + 1) * every
-        feed = iter(Feed(self._halting(claims), lambda c: task.batch(c.epoch, c.start, c.stop)))
+        carrier = Carrier(self.place.device)
+        loader = Loader(self._halting(claims), self._preparing(carrier), workers=plan.loaders)
+        feed = iter(loader)
         while True:
             with learner.worker.spent("data"):
                 item = next(feed, None)
+                learner.worker.meter.seconds["loader"] += loader.last_s
             if item is None:
                 return
-            claim, batch = item
+            claim, batch = item[0], carrier.take(item[1])
             if claim.share.position >= next_save:
                 # race: others' work has crossed the line
                 next_save = self._save_at(next_save, every, claim.share.position)
@@ -192,6 +199,12 @@ class Run:
             if plan.on_step is not None:
                 plan.on_step(learner)
             self.progress.step(learner.position, total, learner.recorder.last)
+
+    def _preparing(self, carrier: Carrier) -> Callable[[Claim], Any]:
+        """What loaders do with a claim: the task's batch of it, on its way to the device; nothing for an empty one."""
+        if self.plan.loader == "process" and self.plan.loaders:
+            return InProcesses(self.task, carrier.send)
+        return lambda claim: carrier.send(self.task.batch(claim.epoch, claim.start, claim.stop) if claim.share.own else None)
 
     def _compute(self, batch: Any) -> Callable[[], float] | None:
         if batch is None:
@@ -206,7 +219,7 @@ class Run:
         return compute
 
     def _halting(self, claims: Turn | Race) -> Any:
-        """The claims, until somebody asked the job to stop. Runs in the feed's thread."""
+        """The claims, until somebody asked the job to stop. Runs in a thread of the loader."""
         learner, store = self.learner, self.learner.job.store
         lead = int(getattr(innermost(learner.strategy), "K", 1))
         reached = claims.dealt.first
@@ -215,8 +228,8 @@ class Run:
                 if isinstance(claims, Race):
                     claims.stop()
                 elif store.get("stop-step") is None:
-                    # nobody is further ahead than one rendezvous, and everybody looks here before every step
-                    store.claim("stop-step", str(number + lead + 3))
+                    # nobody is further ahead than one rendezvous and its loader, and everybody looks here before every claim
+                    store.claim("stop-step", str(number + lead + MOST + 1))
             if isinstance(claims, Turn):
                 stop = store.get("stop-step")
                 if stop is not None:

@@ -56,6 +56,7 @@ class Recorder:
             "rate": worker.rate,
             "position": worker.share.position,
             "seconds": {kind: round(s, 5) for kind, s in meter.seconds.items()},
+            "loader_s": round(meter.seconds.get("loader", 0.0), 5),
             "elapsed_s": round(elapsed, 5),
             "cpu_s": round(cpu_seconds(), 4),
             "staleness": {str(k): v for k, v in sorted(meter.staleness.items())},
