@@ -35,9 +35,9 @@ class Settings(Options):
     batch: int | str = 64  # samples per learner and step; "hostA:128,hostB:32" for uneven machines; "auto" finds out
     seed: int = 0  # first weights, order of samples, random matchings
     device: str = "auto"  # auto, cpu, cuda
-    optimizer: str = "sgd"  # sgd, adam, adamw
+    optimizer: str = "sgd"  # sgd, adam, adamw, ngsgd (natural gradient: makes rare averaging work)
     lr: float = 0.1  # the rate of the global batch; means the same in every strategy
-    momentum: float = 0.9  # of sgd
+    momentum: float = 0.9  # of sgd and ngsgd
     weight_decay: float = 0.0
     clip: float = 0.0  # largest norm of a gradient; 0: no limit. Set it when the loss jumps
     schedule: str = "constant"  # constant, cosine, ibm (times 1/sqrt(2) per epoch after anneal_after_epochs)
@@ -64,7 +64,7 @@ class Settings(Options):
 CHOICES = {
     "wire": ("auto", "shm", "torchdist", "inproc"),
     "schedule": ("constant", "cosine", "ibm"),
-    "optimizer": ("sgd", "adam", "adamw"),
+    "optimizer": ("sgd", "adam", "adamw", "ngsgd"),
     "loader": ("thread", "process"),
     "progress": ("auto", "rich", "plain", "none"),
 }

@@ -1,10 +1,9 @@
-"""Every epoch sees every example of an archive exactly once: under every strategy, with one learner far slower than the others."""
+"""Every epoch sees every example of an archive exactly once: under every strategy, with one very slow learner."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -26,6 +26,7 @@ from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_
 from roundelay.train.claims import Claim, Race, Turn
 from roundelay.train.judge import Judge
 from roundelay.train.learner import Learner, innermost
+from roundelay.train.ngsgd import NGSGD
 from roundelay.train.options import Options
 from roundelay.train.place import Place
 
@@ -33,6 +34,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "ngsgd": NGSGD,
 }
 
 BUILDING = threading.Lock()
@@ -66,9 +68,10 @@ def make_optimizer(plan: Plan, module: torch.nn.Module) -> torch.optim.Optimizer
     if plan.optimizer not in OPTIMIZERS:
         raise UsageError(f"there is no optimizer '{plan.optimizer}'", where="optimizer", do=nearest(plan.optimizer, OPTIMIZERS))
     settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
-    if plan.optimizer == "sgd":
+    if plan.optimizer in ("sgd", "ngsgd"):
         settings["momentum"] = plan.momentum
-    return OPTIMIZERS[plan.optimizer]((p for p in module.parameters() if p.requires_grad), **settings)
+    made = OPTIMIZERS[plan.optimizer]((p for p in module.parameters() if p.requires_grad), **settings)
+    return made.watch(module) if isinstance(made, NGSGD) else made
 
 
 def train(task: Task, place: Place, options: Options, plan: Plan) -> dict[str, Any]:
