@@ -49,7 +49,18 @@ EPILOG = {
   roundelay compare runs/* --json""",
     **speech.EPILOG,
 }
-LISTS = ["strategies", "topologies", "wires", "models", "recipes", "stages", "optimizers", "schedules", "benchmarks", "clusters"]
+LISTS = [
+    "strategies",
+    "topologies",
+    "wires",
+    "models",
+    "recipes",
+    "stages",
+    "optimizers",
+    "schedules",
+    "benchmarks",
+    "clusters",
+]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -35,14 +35,16 @@ class Settings(Options):
     batch: int | str = 64  # samples per learner and step; "hostA:128,hostB:32" for uneven machines; "auto" finds out
     seed: int = 0  # first weights, order of samples, random matchings
     device: str = "auto"  # auto, cpu, cuda
-    optimizer: str = "sgd"  # sgd, adam, adamw
+    optimizer: str = "sgd"  # sgd, adam, adamw, ngsgd (natural gradient: makes rare averaging work)
     lr: float = 0.1  # the rate of the global batch; means the same in every strategy
-    momentum: float = 0.9  # of sgd
+    momentum: float = 0.9  # of sgd and ngsgd
     weight_decay: float = 0.0
     clip: float = 0.0  # largest norm of a gradient; 0: no limit. Set it when the loss jumps
     schedule: str = "constant"  # constant, cosine, ibm (times 1/sqrt(2) per epoch after anneal_after_epochs)
     warmup_epochs: float = 0.0  # linear warm-up of the rate; lengthen it when large batches diverge early
     anneal_after_epochs: float = 10.0
+    loaders: int = 1  # background loaders per learner; 0: none, the gradient waits. More: for slow storage
+    loader: str = "thread"  # thread, or process: where the task's own Python makes the batches
     exact: bool = False  # sums in rank order: repeatable to the bit, slower
     machines: int = 0  # pretend that this machine is so many (for testing hierarchies)
     gradients_per_meeting: float = 1.0  # above 1: meet more rarely, when meetings cost CPU that training needs
@@ -63,12 +65,13 @@ class Settings(Options):
 CHOICES = {
     "wire": ("auto", "shm", "torchdist", "inproc"),
     "schedule": ("constant", "cosine", "ibm"),
-    "optimizer": ("sgd", "adam", "adamw"),
+    "optimizer": ("sgd", "adam", "adamw", "ngsgd"),
+    "loader": ("thread", "process"),
     "progress": ("auto", "rich", "plain", "none"),
 }
 AT_LEAST: dict[str, float] = {
     "learners": 1, "epochs": 0, "seed": 0, "lr": 0, "momentum": 0, "weight_decay": 0, "clip": 0, "warmup_epochs": 0,
-    "anneal_after_epochs": 0, "machines": 0, "gradients_per_meeting": 0.01, "save_every_epochs": 0.001, "keep": 1,
+    "anneal_after_epochs": 0, "machines": 0, "gradients_per_meeting": 0.01, "loaders": 0, "save_every_epochs": 0.001, "keep": 1,
     "timeout_s": 1, "log_every_s": 0.01, "port": 0,
 }  # fmt: skip
 KINDS = {"int": int, "float": float, "bool": bool, "str": str}

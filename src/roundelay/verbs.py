@@ -88,6 +88,8 @@ def plan_of(settings: config.Settings, run: Path | None) -> Plan:
         keep=settings.keep,
         progress=settings.progress,
         tensorboard=settings.tensorboard,
+        loaders=settings.loaders,
+        loader=settings.loader,
     )
 
 

@@ -21,9 +21,9 @@ from roundelay.errors import DataError
 if TYPE_CHECKING:
     from roundelay.asr.corpus import Corpus, Utterance
     from roundelay.asr.lexicon import Lexicon
-    from roundelay.asr.store import FeatureStore
+    from roundelay.asr.store import FeatureStore, Stream
 
-__all__ = ["Alignments", "MonoOptions", "TriOptions", "align_all", "train_mono", "train_tri", "write_states"]
+__all__ = ["Alignments", "MonoOptions", "TriOptions", "align_all", "matched", "train_mono", "train_tri", "write_states"]
 
 FORMAT = 1
 INDEX, DATA = "alignments.json", "pdfs.npy"
@@ -199,3 +199,19 @@ def _align_scored(utterance: Utterance, model: AlignmentModel, loglikes: Scores,
 def _first(skipped: dict[str, str]) -> str:
     id, reason = next(iter(skipped.items()))
     return f"{len(skipped)} skipped, for instance {id} ({reason})"
+
+
+def matched(features: Stream, targets: Alignments, where: str) -> list[str]:
+    """Utterances that have both features and an alignment of as many frames."""
+    have = set(features.ids)
+    found = [name for name in targets.ids if name in have]
+    if not found:
+        raise DataError("no utterance has both features and an alignment", where=where, do="align the same data directory")
+    for name in found:
+        if features.frames(name) != len(targets[name]):
+            raise DataError(
+                f"utterance {name} has {features.frames(name)} frames of features and {len(targets[name])} of alignment",
+                where=where,
+                do="align again: the features were made anew, or with another frame shift",
+            )
+    return found

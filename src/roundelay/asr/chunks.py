@@ -47,13 +47,12 @@ class Windows:
 
 def cut(frames: Sequence[int], length: int) -> Windows:
     """Windows over utterances of so many frames each."""
-    utterance, start, counts_from = [], [], []
-    for number, total in enumerate(frames):
-        for first in range(0, max(total, 1), length):
-            utterance.append(number)
-            start.append(max(0, min(first, total - length)))
-            counts_from.append(first)
-    return Windows(np.array(utterance, np.int64), np.array(start, np.int64), np.array(counts_from, np.int64), length)
+    total = np.asarray(frames, np.int64)
+    pieces = -(-np.maximum(total, 1) // length)
+    utterance = np.repeat(np.arange(len(total)), pieces)
+    counts_from = length * (np.arange(len(utterance)) - np.repeat(np.cumsum(pieces) - pieces, pieces))
+    start = np.maximum(np.minimum(counts_from, total[utterance] - length), 0)
+    return Windows(utterance, start, counts_from, length)
 
 
 def order(seed: int, epoch: int, samples: int) -> np.ndarray:

@@ -115,6 +115,16 @@ class FeatureStore:
         before, after = left - (first + start - reach), (first + stop + reach) - right
         return context_deltas(np.pad(self._values(number, left, right), ((before, after), (0, 0)), mode="edge"), self.deltas)
 
+    def stored(self, id: str) -> tuple[np.ndarray, np.ndarray]:
+        """uint8 [frames, mels] and float32 [2, mels]: low and step, so that low + byte * step is normalised."""
+        number = self._find(id)
+        return self._data[int(self._bounds[number]) : int(self._bounds[number + 1])], self._ranges[number]
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What features of another configuration would not share."""
+        return {"kind": "log-mel", **self.options}
+
     def _values(self, number: int, first: int, end: int) -> np.ndarray:
         low, step = self._ranges[number]
         values = self._data[first:end].astype(np.float32)
@@ -180,6 +190,14 @@ class KaldiFeatures:
     def __getitem__(self, id: str) -> np.ndarray:
         return add_deltas(self.static(id), self._order)
 
+    @property
+    def deltas(self) -> int:
+        return self._order
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {"kind": "kaldi", "mels": self.static_dim, "deltas": self._order, "cmvn": self._cmvn is not None}
+
 
 class PastedStore:
     """Streams side by side; utterances are those that all streams have. `static` is that of the first stream."""
@@ -222,6 +240,10 @@ class PastedStore:
     def __getitem__(self, id: str) -> np.ndarray:
         total = self.frames(id)
         return np.concatenate([_held(stream[id], total) for stream in self.streams], axis=1)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {"kind": "pasted", "streams": [getattr(stream, "configuration", None) for stream in self.streams]}
 
     def _common_frames(self, id: str) -> int:
         counts = [stream.frames(id) for stream in self.streams]

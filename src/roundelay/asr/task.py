@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from roundelay.asr import chunks
-from roundelay.asr.align import Alignments
+from roundelay.asr.align import Alignments, matched
 from roundelay.asr.fbank import SHIFT_S
 from roundelay.asr.features import from_spec
 from roundelay.asr.masking import Masks
 from roundelay.asr.model import AcousticModel, ModelShape, preset_shape
 from roundelay.asr.store import PastedStore, Stream
-from roundelay.errors import DataError, UsageError
+from roundelay.errors import UsageError
 
 VALIDATION_FRAMES = 8_000
 """Frames of a validation batch: small enough for any machine, large enough to be fast."""
@@ -62,10 +62,9 @@ class FrameTask:
         self.seed, self.window, self.margin = seed, window, margin
         self._features, self._targets = from_spec(features), Alignments.open(Path(alignments))
         self._valid_features, self._valid_targets = from_spec(valid_features), Alignments.open(Path(valid_alignments))
-        self.ids = matched(self._features, self._targets, features)
+        self._open_training(features)
         valid = matched(self._valid_features, self._valid_targets, valid_features)
         self.valid_ids = valid[:: max(1, len(valid) // valid_utterances)][:valid_utterances]
-        self.windows = chunks.cut([self._features.frames(name) for name in self.ids], window)
         changes = {"layers": layers, "hidden": hidden, "bottleneck": bottleneck, "dropout": dropout}
         self.shape: ModelShape = preset_shape(
             model,
@@ -78,6 +77,10 @@ class FrameTask:
         self._order: tuple[int, np.ndarray] | None = None
         self._cache: dict[str, np.ndarray] = {}
         self._cached_frames = 0
+
+    def _open_training(self, where: str) -> None:
+        self.ids = matched(self._features, self._targets, where)
+        self.windows = chunks.cut([self._features.frames(name) for name in self.ids], self.window)
 
     def _make_masks(self, mels: int, frames: int) -> Masks | None:
         if not mels and not frames:
@@ -108,9 +111,10 @@ class FrameTask:
         return AcousticModel(self.shape)
 
     def batch(self, epoch: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, chunks.order(self.seed, epoch, self.samples))
-        chosen = self._order[1][start:stop]
+        order = self._order
+        if order is None or order[0] != epoch:
+            order = self._order = (epoch, chunks.order(self.seed, epoch, self.samples))
+        chosen = order[1][start:stop]
         x, y = chunks.gather(self.windows, chosen, self.ids, self, self._targets, self.margin)
         if self._masks is not None:
             for row, window in enumerate(chosen):  # a function of (seed, epoch, window), whoever trains on it
@@ -157,22 +161,6 @@ class FrameTask:
 
 def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
-
-
-def matched(features: Stream, targets: Alignments, where: str) -> list[str]:
-    """Utterances that have both features and an alignment of as many frames."""
-    have = set(features.ids)
-    found = [name for name in targets.ids if name in have]
-    if not found:
-        raise DataError("no utterance has both features and an alignment", where=where, do="align the same data directory")
-    for name in found:
-        if features.frames(name) != len(targets[name]):
-            raise DataError(
-                f"utterance {name} has {features.frames(name)} frames of features and {len(targets[name])} of alignment",
-                where=where,
-                do="align again: the features were made anew, or with another frame shift",
-            )
-    return found
 
 
 def padded_batches(

@@ -107,6 +107,9 @@ FIELDS: dict[str, dict[str, str]] = {
         "staleness_mean": "over its gradients",
         "staleness": "counts, as in steps",
     },
-    "run": {"slowest_rank": "rank, own_s and waiting_s of the learner with the most seconds of its own", "figures": "the final ones"},
+    "run": {
+        "slowest_rank": "rank, own_s and waiting_s of the learner with the most seconds of its own",
+        "figures": "the final ones",
+    },
     "watchdog": {"error": "the watchdog of that rank ended early because the store was gone"},
 }

@@ -9,13 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from roundelay.core.events import EventLog
 
-T = TypeVar("T")
+C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
+
+
+class Ahead(Protocol[C_co]):
+    """Work that is prepared while other work is done."""
+
+    @property
+    def last_s(self) -> float:
+        """How long the last piece was waited for though it was claimed."""
+
+    def __iter__(self) -> Iterator[tuple[C_co, Any]]: ...
 
 
 class Host(Protocol):
@@ -41,11 +52,8 @@ class Host(Protocol):
     def compute(self, gradient: Callable[[], float], samples: int, slow: float) -> float:
         """Runs forward and backward on so many samples and returns the loss; `slow` times as long as usual."""
 
-    def load(self, make: Callable[[], T], samples: int) -> T:
-        """Makes a batch of so many samples."""
-
-    def ahead(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, made in the background one ahead of the one that is worked on."""
+    def ahead(self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int) -> Ahead[C]:
+        """The claims with what `prepare` makes of each, claimed and made in the background by so many loaders."""
 
     def watch(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
         """Calls `look` every so often in the background, or `hear` when somebody has died and that is known without looking.

@@ -31,6 +31,10 @@ EPILOG = {
   roundelay lexicon data/train/text lexicon.txt""",
     "prepare": """example:
   roundelay prepare data/train features/train rate=16000""",
+    "pack": """examples:
+  roundelay pack runs/spoken archives/spoken
+  roundelay pack runs/spoken archives/whole examples=utterances compress=false
+  roundelay pack features=feats.scp+ivectors.scp alignments=runs/x/alignments/train archives/x margin=10""",
     "align": """example:
   roundelay align runs/spoken --data data/new --out alignments/new""",
     "decode": """examples:
@@ -96,6 +100,18 @@ def add(command: Command) -> None:
     p.add_argument("--out", required=True, metavar="DIR")
     p.add_argument("--system", default="tri", choices=["mono", "tri", "lstm"])
     p.add_argument("--jobs", type=int, default=jobs)
+
+    p = command("pack", "pack the training examples of a run into an archive that learners train from", pack)
+    p.add_argument(
+        "arguments",
+        nargs="+",
+        metavar="RUN OUT key=value",
+        help="a recipe's run directory (or features=… and alignments=…), the new folder, and options: "
+        "window=21 margin=0 seed=0 examples=chunks|utterances compress=true block=256",
+    )
+    p.add_argument("--verify", action="store_true", help="read everything back and check it")
+    p.add_argument("--jobs", type=int, default=jobs)
+    p.add_argument("--json", action="store_true", help="print the archive's figures as JSON")
 
     p = command("decode", "recognize a data directory with a run; needs nothing but the run directory", decode)
     p.add_argument("run", metavar="RUN", help="a run directory of a recipe")
@@ -205,6 +221,29 @@ def prepare(args: argparse.Namespace) -> int:
     print(f"{args.out}: {len(store.ids)} utterances, {store.total_frames / 360_000:.2f} h, {store.dim} dimensions")
     for name, why in store.skipped.items():
         print(f"  skipped {name}: {why}")
+    return 0
+
+
+def pack(args: argparse.Namespace) -> int:
+    from roundelay.recipe import pack as packing
+    from roundelay.recipe.settings import override
+
+    told: dict[str, Any] = {}
+    for item in (a for a in args.arguments if "=" in a):
+        override(told, item)
+    folders = [a for a in args.arguments if "=" not in a]
+    if len(folders) == 2:
+        wanted = packing.packing_of(Path(folders[0]), told)
+    elif len(folders) == 1 and {"features", "alignments"} <= set(told):
+        wanted = packing.packing_of(Path(), told)
+    else:
+        raise UsageError("pack needs RUN and OUT, or features=…, alignments=… and OUT", where="command line", do="see --help")
+    archive = packing.pack(wanted, Path(folders[-1]), jobs=args.jobs, say=say)
+    if args.verify:
+        archive.verify()
+        say("every block has its checksum")
+    if args.json:
+        print(json.dumps(packing.describe(archive)))
     return 0
 
 

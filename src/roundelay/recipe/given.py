@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from roundelay.asr.align import write_states
+from roundelay.asr.align import matched, write_states
 from roundelay.asr.decode import decode_all
 from roundelay.asr.features import from_spec
 from roundelay.asr.graph import own_graph
 from roundelay.asr.kaldi import read_pdf_alignments, read_transitions
 from roundelay.asr.score import read_text, score, write_text
-from roundelay.asr.task import matched
 from roundelay.errors import DataError
 from roundelay.recipe.settings import Given
 from roundelay.recipe.stages import Work, best_scale, finish_network, fresh, train_network

@@ -72,6 +72,23 @@ class Network:
     mask_mels: int = 0
     """Widest band of mels hidden from the network while it learns: for small corpora."""
     mask_frames: int = 0
+    packed: bool = False
+    """Train from an archive, packed before the first epoch: the corpus is read in long stretches, whatever its size."""
+    speed: float = 0.0
+    """Largest change of tempo, drawn per example and epoch (0.1: 0.9 to 1.1); only with `packed`."""
+    noise: float = 0.0
+    """Noise on the normalised features, as a standard deviation; only with `packed`."""
+
+    def __post_init__(self) -> None:
+        if (self.speed or self.noise) and not self.packed:
+            raise UsageError(
+                "speed and noise are added when examples leave an archive", where="network", do="set packed = true"
+            )
+
+    def of_the_task(self) -> dict[str, Any]:
+        """What the task is told: all that is not left to the model, and how to feed it only where it is packed."""
+        told = {k: v for k, v in asdict(self).items() if v is not None and k not in ("packed", "speed", "noise")}
+        return {**told, "speed": self.speed, "noise": self.noise} if self.packed else told
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from roundelay.asr.ngram import estimate
 from roundelay.asr.score import paired, read_text, score, write_text
 from roundelay.asr.speeds import at_other_speeds
 from roundelay.asr.store import Stream
-from roundelay.asr.task import FrameTask
 from roundelay.core.events import read_events
 from roundelay.errors import DataError, Interrupted, RoundelayError
+from roundelay.recipe.pack import archive_for
 from roundelay.recipe.settings import Recipe, Source, section
 from roundelay.recipe.systems import SYSTEMS, System, graph_of, open_system, save_network
 from roundelay.report.reading import EVENTS, engine_folder
@@ -301,17 +301,20 @@ def task_file(work: Work, settings: dict[str, Any], alignments: Path, seed: int,
         "valid_features": of["dev"],
         "valid_alignments": str(alignments.resolve() / "dev"),
         "seed": seed,
-        **{k: v for k, v in asdict(work.recipe.network).items() if v is not None},
+        **work.recipe.network.of_the_task(),
     }
     wanted = {"task": "roundelay.asr.task:FrameTask", "seed": seed, **settings}
+    if work.recipe.network.packed:
+        options["archive"] = str(archive_for(options, alignments, jobs=work.jobs, progress=work.progress, say=work.say))
+        wanted = {"loaders": 2, **wanted, "task": "roundelay.recipe.packed:PackedTask"}
     made = config.Settings(**wanted, task_options=options)
     return config.dumps(made)
 
 
 def finish_network(work: Work, trained: Path, folder: Path) -> None:
     """The averaged model of an engine run as a system."""
-    settings = config.load(trained / TASK_FILE).settings
-    task = FrameTask(**settings.task_options)
+    resolved = config.load(trained / TASK_FILE)
+    settings, task = resolved.settings, config.build_task(resolved)
     model = AcousticModel(task.shape)
     model.load_state_dict(load_file(str(trained / "model.safetensors")))
     counts = Alignments.open(Path(settings.task_options["alignments"])).counts()

@@ -17,7 +17,7 @@ from roundelay.core.events import EventLog
 from roundelay.sim.cluster import Cluster
 from roundelay.sim.job import Job
 
-T = TypeVar("T")
+C = TypeVar("C")
 END = object()
 BLOCK = 256
 PACE = 0x9ACE
@@ -155,16 +155,17 @@ class VirtualHost:
         job.sleep_until(self._rank, "compute", end)
         return loss
 
-    def load(self, make: Callable[[], T], samples: int) -> T:
-        made = make()
-        if self._loading_s:
-            self._world.sleep(samples * self._loading_s)
-        return made
+    def ahead(self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int) -> _Feed:
+        def made() -> Iterator[tuple[C, Any]]:
+            for claim in claims:
+                batch = prepare(claim)
+                if self._loading_s:
+                    self._world.sleep(samples(claim) * self._loading_s)
+                yield claim, batch
 
-    def ahead(self, items: Iterable[T]) -> Iterator[T]:
-        feed = _Feed(self._job, self._rank, items)
+        feed = _Feed(self._job, self._rank, made())
         self.feeds.append(feed)
-        return iter(feed)
+        return feed
 
     def watch(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
         self._job.watchers[self._rank] = hear
@@ -189,6 +190,7 @@ class _Feed:
         self._putter: Any = None
         self._getter: Any = None
         self.task: Any = None
+        self.last_s = 0.0
 
     def _run(self) -> None:
         try:
@@ -210,10 +212,12 @@ class _Feed:
     def __iter__(self) -> Iterator[Any]:
         self.task = self._world.spawn(f"the loader of rank {self._rank}", self._run)
         while True:
+            asked = self._world.now
             while not self._queue:
                 self._getter = self._world.current
                 self._job.wait(self._rank, "data", lambda: "its next batch")
             item = self._queue.popleft()
+            self.last_s = self._world.now - asked
             if self._putter is not None:
                 self._world.wake(self._putter, self._world.now)
                 self._putter = None

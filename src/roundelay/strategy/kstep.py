@@ -5,6 +5,10 @@
 
 A replica whose recent loss exceeds the best one's by more than `reject` is left out of the average (n_j = 0), as Kaldi does.
 
+As Kaldi runs it: `best_first` averages take the best replica instead of the mean, because averaging hurts while a model
+changes fast; `combine` makes the final model the mean of that many last averages (Kaldi optimizes their weights; here they are
+equal).
+
 Adaptive K (our rule; the 2017 paper's measures are not published). With rate a and gradient noise s, K local steps spread
 the learners like a random walk: spread^2 ~ K a^2 s^2, so q = spread^2 / a is what one averaging has to mend per unit of
 progress. The first `calibrate` averages run at K and measure q = C. From then on
@@ -23,7 +27,7 @@ that it takes fewer batches per average); large K lets replicas drift.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isfinite, sqrt
+from math import ceil, inf, isfinite, sqrt
 from typing import ClassVar, Literal
 
 import torch
@@ -31,6 +35,7 @@ import torch
 from roundelay.core.blocks import Blocks
 from roundelay.core.traits import Traits
 from roundelay.core.worker import Worker
+from roundelay.errors import UsageError
 
 
 @dataclass
@@ -43,6 +48,8 @@ class KStep:
     K_max: int = 64
     calibrate: int = 4
     reject: float = 1.0
+    best_first: int = 0
+    combine: int = 0
     state: Literal["average", "keep", "forget"] = "average"
     claims: Literal["turn", "race"] = "turn"
 
@@ -50,7 +57,9 @@ class KStep:
     reference: ClassVar[str] = "Zhou & Cong 2018; Cong et al. 2017"
     advice: ClassVar[str] = "Slow network, equal learners. K = 4 to 16, or adaptive=true."
     weakness: ClassVar[str] = "A steady straggler sets the pace; large K lets the replicas drift apart."
-    saved: ClassVar[tuple[str, ...]] = ("K", "gain", "target", "averages", "loss_sum", "blocks")
+    saved: ClassVar[tuple[str, ...]] = (
+        "K", "gain", "target", "averages", "loss_sum", "blocks", "done", "combined", "combined_count",
+    )  # fmt: skip
     _traits: ClassVar[Traits] = Traits(
         claims="turn",
         deterministic=True,
@@ -62,6 +71,14 @@ class KStep:
         weighs="mean",
     )
 
+    def __post_init__(self) -> None:
+        if self.combine and self.claims == "race":
+            raise UsageError(
+                "learners that race do not end their last blocks together",
+                where="combine",
+                do="use claims='turn', or combine=0",
+            )
+
     @property
     def traits(self) -> Traits:
         return replace(self._traits, claims=self.claims, deterministic=self.claims == "turn")
@@ -69,6 +86,8 @@ class KStep:
     def start(self, me: Worker) -> None:
         self.gain, self.target, self.averages, self.loss_sum = 1.0, 0.0, 0, 0.0
         self.blocks = Blocks(race=self.claims == "race")
+        self.done, self.combined_count = 0, 0
+        self.combined = torch.zeros_like(me.w) if self.combine else torch.zeros(1)
 
     def step(self, me: Worker) -> None:
         while self.blocks.over_before(me, self.K):
@@ -82,6 +101,10 @@ class KStep:
     def finish(self, me: Worker) -> None:
         while self.blocks.still_to_join(me, self.K):
             self.average(me)
+        if self.combined_count and me.size > 1:
+            if self.blocks.since:  # a last block that was shorter than K
+                self.combined, self.combined_count = self.combined + me.mean(me.w), self.combined_count + 1
+            me.place(self.combined / self.combined_count)
 
     def average(self, me: Worker) -> None:
         if me.size == 1:
@@ -92,6 +115,11 @@ class KStep:
         if before is not None:
             self.adapt(me, spread2=float((before - w).square().sum(dtype=torch.float64)))
         me.place(w)
+        self.done += 1
+        if self.averages_left(me) < self.combine:
+            self.combined, self.combined_count = self.combined + w, self.combined_count + 1
+        elif self.combined_count:  # a finished run goes on: these were not the last ones
+            self.combined, self.combined_count = torch.zeros_like(self.combined), 0
         if self.state == "forget":
             me.forget()
         elif self.state == "average" and (s := me.state).numel():
@@ -100,12 +128,21 @@ class KStep:
 
     def accepted(self, me: Worker) -> bool:
         """Whether this replica's objective is near enough to the best one's."""
-        if self.reject <= 0:
+        if self.reject <= 0 and self.done >= self.best_first:
             return True
         # a replica without a sample in this block has nothing to show, and must not pass for the best
         loss = self.loss_sum / me.samples_since_mean if me.samples_since_mean else float("inf")
         losses = gathered(me, loss if isfinite(loss) else 1e30)
+        if self.done < self.best_first:
+            return int(losses.argmin()) == me.rank
         return bool(losses[me.rank] <= losses.min() + self.reject)
+
+    def averages_left(self, me: Worker) -> float:
+        """Averages that are still to come after this one; infinite where nobody knows when the run ends."""
+        if not me.share.total:
+            return inf
+        left = me.share.total - me.share.position - me.share.round_samples
+        return ceil(max(left, 0) / (self.K * max(me.share.round_samples, 1)))
 
     def adapt(self, me: Worker, spread2: float) -> None:
         rate = me.rate * self.gain

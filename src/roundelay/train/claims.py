@@ -99,7 +99,7 @@ class Race:
     ) -> None:
         """`stays`: a learner without work waits for what the dead may leave; `lost`: who is dead by now."""
         self.dealt, self.store, self.stays, self._lost = dealt, store, stays, lost
-        self._changing = threading.Lock()  # claimed in the feed's thread, completed in the learner's
+        self._changing = threading.Lock()  # claimed in the loader's thread, completed in the learner's
         self.leader = dealt.machine[0]
         self._leased: list[Span] = []
         self._rest: list[Span] = []

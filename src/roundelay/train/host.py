@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from roundelay.core.events import EventLog
-from roundelay.train.feed import Feed
+from roundelay.feed.loader import Loader
 
-T = TypeVar("T")
+C = TypeVar("C")
 
 
 class RealHost:
@@ -46,11 +46,8 @@ class RealHost:
         time.sleep((slow - 1.0) * (time.perf_counter() - began))
         return loss
 
-    def load(self, make: Callable[[], T], samples: int) -> T:
-        return make()
-
-    def ahead(self, items: Iterable[T]) -> Iterator[T]:
-        return iter(Feed(items))
+    def ahead(self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int) -> Loader[C]:
+        return Loader(claims, prepare, workers=loaders)
 
     def watch(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
         stop = threading.Event()

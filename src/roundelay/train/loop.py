@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,15 @@ from safetensors.torch import save_file
 
 from roundelay.core.task import Task
 from roundelay.errors import DataError, Interrupted, PeerLost, UsageError, nearest
+from roundelay.feed.device import Carrier
+from roundelay.feed.loader import MOST
+from roundelay.feed.process import InProcesses
 from roundelay.train.board import FOLDER, Scribe
 from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_model, writing
 from roundelay.train.claims import Claim, Race, Turn
 from roundelay.train.judge import Judge
 from roundelay.train.learner import Learner, innermost
+from roundelay.train.ngsgd import NGSGD
 from roundelay.train.options import Options
 from roundelay.train.panel import Panel, Subject
 from roundelay.train.place import Place
@@ -30,6 +34,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "ngsgd": NGSGD,
 }
 
 BUILDING = threading.Lock()
@@ -53,6 +58,8 @@ class Plan:
     keep: int = 3
     progress: str = "auto"
     tensorboard: bool = True
+    loaders: int = 1
+    loader: str = "thread"
     about: dict[str, Any] = field(default_factory=dict)
     on_step: Callable[[Learner], None] | None = None
     """Called after every step: for benchmarks that look over the learner's shoulder."""
@@ -62,9 +69,10 @@ def make_optimizer(plan: Plan, module: torch.nn.Module) -> torch.optim.Optimizer
     if plan.optimizer not in OPTIMIZERS:
         raise UsageError(f"there is no optimizer '{plan.optimizer}'", where="optimizer", do=nearest(plan.optimizer, OPTIMIZERS))
     settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
-    if plan.optimizer == "sgd":
+    if plan.optimizer in ("sgd", "ngsgd"):
         settings["momentum"] = plan.momentum
-    return OPTIMIZERS[plan.optimizer]((p for p in module.parameters() if p.requires_grad), **settings)
+    made = OPTIMIZERS[plan.optimizer]((p for p in module.parameters() if p.requires_grad), **settings)
+    return made.watch(module) if isinstance(made, NGSGD) else made
 
 
 def train(task: Task, place: Place, options: Options, plan: Plan) -> dict[str, Any]:
@@ -183,13 +191,16 @@ class Run:
         learner, plan, task = self.learner, self.plan, self.task
         every = max(1, round(plan.save_every_epochs * task.samples))
         next_save = (learner.position // every + 1) * every
-        feed = self.place.host.ahead(self._prepared(claims))
+        carrier = Carrier(self.place.device)
+        loader = self.place.host.ahead(self._halting(claims), self._preparing(carrier), lambda c: c.share.own, plan.loaders)
+        feed = iter(loader)
         while True:
             with learner.worker.spent("data"):
                 item = next(feed, None)
+                learner.worker.meter.seconds["loader"] += loader.last_s
             if item is None:
                 return
-            claim, batch = item
+            claim, batch = item[0], carrier.take(item[1])
             if claim.share.position >= next_save:
                 # race: others' work has crossed the line
                 next_save = self._save_at(next_save, every, claim.share.position)
@@ -202,12 +213,11 @@ class Run:
             self.panel.held_out = self.judge.newest
             self.panel.step(learner.position, total)
 
-    def _prepared(self, claims: Turn | Race) -> Iterator[tuple[Claim, Any]]:
-        """Claims with their batches. Runs in the background."""
-        task, host = self.task, self.place.host
-        for claim in self._halting(claims):
-            samples = claim.stop - claim.start
-            yield claim, host.load(lambda c=claim: task.batch(c.epoch, c.start, c.stop), samples) if samples else None
+    def _preparing(self, carrier: Carrier) -> Callable[[Claim], Any]:
+        """What loaders do with a claim: the task's batch of it, on its way to the device; nothing for an empty one."""
+        if self.plan.loader == "process" and self.plan.loaders:
+            return InProcesses(self.task, carrier.send)
+        return lambda claim: carrier.send(self.task.batch(claim.epoch, claim.start, claim.stop) if claim.share.own else None)
 
     def _compute(self, batch: Any) -> Callable[[], float] | None:
         if batch is None:
@@ -222,7 +232,7 @@ class Run:
         return compute
 
     def _halting(self, claims: Turn | Race) -> Any:
-        """The claims, until somebody asked the job to stop. Runs in the feed's thread."""
+        """The claims, until somebody asked the job to stop. Runs in a thread of the loader."""
         learner, store = self.learner, self.learner.job.store
         lead = int(getattr(innermost(learner.strategy), "K", 1))
         reached = claims.dealt.first
@@ -231,8 +241,8 @@ class Run:
                 if isinstance(claims, Race):
                     claims.stop()
                 elif store.get("stop-step") is None:
-                    # nobody is further ahead than one rendezvous, and everybody looks here before every step
-                    store.claim("stop-step", str(number + lead + 3))
+                    # nobody is further ahead than one rendezvous and its loader, and everybody looks here before every claim
+                    store.claim("stop-step", str(number + lead + MOST + 1))
             if isinstance(claims, Turn):
                 stop = store.get("stop-step")
                 if stop is not None:

@@ -85,9 +85,13 @@ class Optimizer:
         if self.fused:
             return [] if self.momentum is None else [self.momentum]
         found = []
+        local: frozenset[str] = getattr(
+            self.torch, "local_state", frozenset()
+        )  # what no average of several learners' would make sense of
         for slot in self.flat.slots:
             state = self.torch.state.get(slot.parameter, {})
-            found += [state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].is_floating_point()]
+            tensors = [state[key] for key in sorted(state) if key not in local and isinstance(state[key], Tensor)]
+            found += [tensor for tensor in tensors if tensor.is_floating_point()]
         return found
 
     def _complete_state(self) -> None:
@@ -139,7 +143,8 @@ class Optimizer:
                 for name, value in source.items():
                     owner, _, key = name.rpartition("/")
                     if owner == slot.name:
-                        self.torch.state[slot.parameter][key] = value
+                        # a copy lies as torch lays tensors out; in a file's memory matrix products may round otherwise
+                        self.torch.state[slot.parameter][key] = value.clone() if isinstance(value, Tensor) else value
 
     def forget(self) -> None:
         if self.fused:
@@ -284,8 +289,11 @@ class _AnyOptimizer(Displacement):
         if owner.before is None:
             owner.before = torch.empty_like(phi)
         owner.before.copy_(phi)
-        if not (isinstance(self._g, Gradient) and self._g.in_parameters):
+        in_parameters = isinstance(self._g, Gradient) and self._g.in_parameters
+        if not in_parameters:
             owner.flat.scatter(solid(self._g))
+        if hasattr(owner.torch, "local_gradient"):
+            owner.torch.local_gradient = in_parameters
         if owner.clip:
             torch.nn.utils.clip_grad_norm_([slot.parameter for slot in owner.flat.slots], owner.clip)
         owner.torch.step()

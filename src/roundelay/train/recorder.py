@@ -57,7 +57,8 @@ class Recorder:
             "loss": round(self._losses[0] / self._losses[1], 6) if self._losses[1] else None,
             "rate": worker.rate,
             "position": worker.share.position,
-            "seconds": {kind: round(s, 5) for kind, s in meter.seconds.items()},
+            "seconds": {kind: round(s, 5) for kind, s in meter.seconds.items() if kind != "loader"},  # a part of data
+            "loader_s": round(meter.seconds.get("loader", 0.0), 5),
             "elapsed_s": round(elapsed, 5),
             "cpu_s": round(cpu_seconds(), 4),
             "staleness": {str(k): v for k, v in sorted(meter.staleness.items())},
