@@ -1,8 +1,8 @@
 """Where this process stands in the job: its rank, its machine, its store, its wire.
 
 The variables of torchrun decide (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT), or
-those of mpirun and srun, translated; without any a process is alone. Before the first step all ranks call the roll: they agree on versions and settings or
-stop with a sentence that says who differs in what.
+those of mpirun and srun, translated; without any a process is alone. Before the first step all ranks call the roll: they
+agree on versions and settings or stop with a sentence that says who differs in what.
 """
 
 from __future__ import annotations
