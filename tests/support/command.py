@@ -72,9 +72,9 @@ class Job:
         for pid in descendants(self.process.pid):
             with suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                rank = next((v for v in variables if v.startswith(b"RANK=")), None)
+                rank = next((v for v in variables if v.startswith((b"RANK=", b"OMPI_COMM_WORLD_RANK="))), None)
                 if rank is not None:
-                    found[int(rank[5:])] = pid
+                    found[int(rank.partition(b"=")[2])] = pid
         return found
 
     def signal(self, number: int) -> None:
