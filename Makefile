@@ -16,7 +16,7 @@ setup: $(READY)  ## environment in .venv with the pinned versions, and this pack
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,synth,onnx]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,synth,onnx,mpi]'
 	touch $@
 
 # One thread per process: the tests start many processes, and threads that fight for cores make them slow. Two files of tests

@@ -56,7 +56,7 @@ def test_laws_in_threads(form: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("wire", ["shm", "torchdist"])
+@pytest.mark.parametrize("wire", ["shm", "torchdist", "mpi"])
 def test_laws_between_processes(form: str, wire: str, crew: Crew, tmp_path: Path) -> None:
     as_it_comes = form in STRATEGIES
     if not as_it_comes and wire != "shm" and not form.startswith("hierarchical"):
@@ -78,7 +78,7 @@ def test_laws_between_machines(form: str, crew: Crew, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("wire", ["inproc", "shm", "torchdist", "auto"])
+@pytest.mark.parametrize("wire", ["inproc", "shm", "torchdist", "mpi", "auto"])
 def test_gossip_gives_what_the_matrices_of_its_topology_give(topology: str, wire: str, crew: Crew, tmp_path: Path) -> None:
     traits = build("adpsgd").traits
     for size in (2, 3, 4):

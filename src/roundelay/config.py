@@ -29,7 +29,7 @@ class Settings(Options):
     strategy: str = "adpsgd"  # roundelay list strategies; nested: hierarchical(kstep); your own: my.module:Mine
     strategy_options: dict[str, Any] = field(default_factory=dict)  # fields of the strategy's class, such as K
     topology: str = "ring"  # who meets whom: roundelay list topologies; random_ring from 8 learners on
-    wire: str = "auto"  # who carries the vectors: auto, shm, torchdist, inproc
+    wire: str = "auto"  # who carries the vectors: auto, shm, torchdist, mpi, inproc
     learners: int = 1  # local processes to start; ignored under torchrun
     epochs: float = 1.0  # passes over the training samples, over all learners together
     batch: int | str = 64  # samples per learner and step; "hostA:128,hostB:32" for uneven machines; "auto" finds out
@@ -63,7 +63,7 @@ class Settings(Options):
 
 
 CHOICES = {
-    "wire": ("auto", "shm", "torchdist", "inproc"),
+    "wire": ("auto", "shm", "torchdist", "mpi", "inproc"),
     "schedule": ("constant", "cosine", "ibm"),
     "optimizer": ("sgd", "adam", "adamw", "ngsgd"),
     "loader": ("thread", "process"),

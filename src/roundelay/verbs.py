@@ -36,6 +36,12 @@ def run_train(args: argparse.Namespace) -> int:
         return _run_rank(resolved, args.json)
     run = Path(settings.run) if settings.run else _fresh_run(args.file, settings.strategy)
     task = config.build_task(resolved)  # mistakes show before anything is started
+    if settings.learners > 1 and settings.wire == "mpi":
+        raise UsageError(
+            "wire=mpi needs learners that MPI has started",
+            where=f"learners={settings.learners}",
+            do=f"mpirun -n {settings.learners} roundelay train {args.file} wire=mpi …",
+        )
     if settings.learners == 1 or settings.wire == "inproc":
         _write_config(run, resolved)
         return _run_threads(task, resolved, run, args.json)
@@ -106,10 +112,14 @@ def _run_rank(resolved: config.Resolved, as_json: bool) -> int:
         wire=settings.wire, host=settings.host, timeout_s=settings.timeout_s, device=settings.device,
         machines=settings.machines, digest=agreed,
     )  # fmt: skip
-    run = Path(settings.run) if settings.run else None
-    if run is not None and place.rank == 0 and not (run / "config.toml").exists():
-        _write_config(run, resolved)
-    result = train(config.build_task(resolved), place, options, plan_of(settings, run))
+    try:
+        run = Path(settings.run) if settings.run else None
+        if run is not None and place.rank == 0 and not (run / "config.toml").exists():
+            _write_config(run, resolved)
+        result = train(config.build_task(resolved), place, options, plan_of(settings, run))
+    except BaseException as error:
+        place.break_off(error)
+        raise
     if place.rank == min(place.net.living()):
         _show(result, run, as_json)
     return 0

@@ -72,8 +72,12 @@ class Job:
         for pid in descendants(self.process.pid):
             with suppress(OSError):
                 name = Path(f"/proc/{pid}/comm").read_text().strip()
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                rank = next((v for v in variables if v.startswith((b"RANK=", b"OMPI_COMM_WORLD_RANK="))), None)
                 if name.startswith("learner-"):
                     found[int(name.removeprefix("learner-"))] = pid
+                elif rank is not None:
+                    found[int(rank.partition(b"=")[2])] = pid
         return found
 
     def signal(self, number: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from roundelay.core import kernels
+from roundelay.train.mpi_pool import MpiPool
 from roundelay.train.place import Place
 from roundelay.train.pool import Pool, run_threads
 
@@ -18,7 +19,7 @@ class Crew:
     """A pool that is made anew after a failure, so that one broken test does not break the next."""
 
     def __init__(self) -> None:
-        self._pool: Pool | None = None
+        self._pools: dict[bool, Pool] = {}
 
     def on(self, wire: str) -> Any:
         """A runner on this wire. On `auto` the crew pretends to be two machines: shared memory inside, connections between."""
@@ -31,20 +32,22 @@ class Crew:
         return run
 
     def _run(self, wire: str, job: Any, args: tuple[Any, ...], size: int, machines: int) -> list[Any]:
-        if self._pool is None:
-            self._pool = Pool(SIZE).__enter__()
-            self._pool.run(wake_up, timeout_s=4 * PATIENCE_S)  # imports take as long as they take
-        self._pool.wire = wire
+        by_mpi = wire == "mpi"
+        if by_mpi not in self._pools:
+            self._pools[by_mpi] = (MpiPool(SIZE) if by_mpi else Pool(SIZE)).__enter__()
+            self._pools[by_mpi].run(wake_up, timeout_s=4 * PATIENCE_S)  # imports take as long as they take
+        pool = self._pools[by_mpi]
+        pool.wire = wire
         try:
-            return self._pool.run(job, *args, size=size, machines=machines, timeout_s=PATIENCE_S)
+            return pool.run(job, *args, size=size, machines=machines, timeout_s=PATIENCE_S)
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool = None
+        for pool in self._pools.values():
+            pool.stop()
+        self._pools = {}
 
 
 def wake_up(place: Place) -> int:

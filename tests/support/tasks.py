@@ -79,7 +79,7 @@ class Dots:
         number, calls[0] = calls[0], calls[0] + 1
         if not self.trace:
             return
-        folder, rank = Path(self.trace), int(os.environ.get("RANK", "0"))
+        folder, rank = Path(self.trace), int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
         with open(folder / f"samples-{rank}-{os.getpid()}.txt", "a") as file:
             file.write(" ".join(str(int(p)) for p in places) + "\n")
         if number == self.hold_at and self.hold_rank in (-1, rank):

@@ -25,7 +25,7 @@ def join(
     run: str | Path | None = None,
     **options: Any,
 ) -> Learner:
-    """This process as one learner of the job that torchrun's variables describe; alone without them.
+    """This process as one learner of the job that the variables of torchrun, mpirun or srun describe; alone without them.
 
     `options` are those of the engine: topology, wire, seed, clip, schedule, exact, slow, timeout_s, host, … Use the result as
     a context manager: all learners start from rank 0's weights; leaving gives the module the average of the living ones.

@@ -1,8 +1,8 @@
 """Where this process stands in the job: its rank, its machine, its store, its wire.
 
-The variables of torchrun decide (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT);
-without them a process is alone. Before the first step all ranks call the roll: they agree on versions and settings or
-stop with a sentence that says who differs in what.
+The variables of torchrun decide (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT), or
+those of mpirun and srun, translated; without any a process is alone. Before the first step all ranks call the roll: they
+agree on versions and settings or stop with a sentence that says who differs in what.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import json
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +23,14 @@ import torch
 
 import roundelay
 from roundelay.core.host import Host
-from roundelay.core.host import Host
 from roundelay.core.net import Net
-from roundelay.errors import PeerLost, UsageError, nearest
+from roundelay.errors import Interrupted, PeerLost, RoundelayError, UsageError, nearest
 from roundelay.train.host import RealHost
-from roundelay.train.host import RealHost
+from roundelay.train.variables import launcher_variables
 from roundelay.wire.inproc import Threads
+from roundelay.wire.mpi import MpiNet
+from roundelay.wire.mpi_store import store_by_mpi
+from roundelay.wire.porter import break_off, world
 from roundelay.wire.store import JobStore, join, serve
 from roundelay.wire.torchdist import ProcessNet
 
@@ -34,8 +38,13 @@ WIRES = {
     "auto": "shared memory inside a machine, torch.distributed between machines",
     "shm": "shared memory: learners of one machine",
     "torchdist": "torch.distributed collectives and a connection per edge, one machine or many",
+    "mpi": "MPI carries everything; under mpirun or srun",
     "inproc": "threads of one process",
 }
+
+
+GOODBYE_S = 5.0
+"""How long the server of the store waits for the others to leave."""
 
 
 @dataclass
@@ -52,7 +61,7 @@ class Place:
     keep_alive: list[Any] = field(default_factory=list)
     """What must live as long as the job: the store's server, if it runs here."""
     host: Host = field(default_factory=RealHost)
-    host: Host = field(default_factory=RealHost)
+    _closed: bool = False
 
     def machine_of(self, rank: int) -> list[int]:
         """Ranks on the same machine, in order."""
@@ -65,6 +74,30 @@ class Place:
 
     def close(self) -> None:
         self.net.close()
+        if not self._closed:
+            self._closed = True
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        """Whoever serves the store goes last, or the others' last words would find nobody."""
+        store = self.net.store
+        if not isinstance(store, JobStore) or self.size == 1:
+            return
+        if not self.keep_alive:
+            with suppress(RoundelayError):
+                store.add("goodbye", 1)
+            return
+        deadline = time.monotonic() + GOODBYE_S
+        while sys.exc_info()[0] is None and time.monotonic() < deadline:
+            if int(store.get("goodbye") or 0) >= self.size - 1 - len(self.net.roll.dead()):
+                return
+            time.sleep(0.01)
+
+    def break_off(self, error: BaseException) -> None:
+        """This learner leaves in the middle of things. Those whom MPI has started are then ended by MPI, with the code of the
+        error; the others find out by themselves."""
+        if not isinstance(error, Interrupted):
+            break_off(error.exit_code if isinstance(error, RoundelayError) else 1)
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -101,7 +134,7 @@ def alone(device: str = "auto", threads: Threads | None = None, rank: int = 0, m
 
 
 def under_launcher(env: Mapping[str, str] = os.environ) -> bool:
-    return "RANK" in env and "WORLD_SIZE" in env
+    return bool(launcher_variables(env))
 
 
 def from_environment(
@@ -114,40 +147,61 @@ def from_environment(
     digest: Mapping[str, Any],
     env: Mapping[str, str] = os.environ,
 ) -> Place:
-    """The place that torchrun's variables describe."""
-    values = {}
-    for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        try:
-            values[key] = int(env.get(key, ""))
-        except ValueError as error:
-            raise UsageError(
-                f"{key} is {env.get(key)!r}, not a number",
-                where="environment",
-                do="start with torchrun, or with learners=N",
-            ) from error
-    rank, size = values["RANK"], values["WORLD_SIZE"]
-    address, port = env.get("MASTER_ADDR", "127.0.0.1"), values["MASTER_PORT"]
+    """The place that the launcher's variables describe."""
+    told = launcher_variables(env)
+    rank, size = _number(told, "RANK"), _number(told, "WORLD_SIZE")
+    local_rank = int(told.get("LOCAL_RANK", "0"))
+    machine = told.get("GROUP_RANK") or socket.gethostname()
     keep: list[Any] = []
-    hosted_elsewhere = env.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
-    if rank == 0 and not hosted_elsewhere:
-        keep.append(serve(address, port))
-    store = JobStore(join(address, port, timeout_s), f"job/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/")
-    local_rank = int(env.get("LOCAL_RANK", "0"))
-    machine = env.get("GROUP_RANK") or socket.gethostname()
+    if wire == "mpi":
+        check_world(rank, size)
+    # one port that all can work out may be taken; where MPI speaks anyway, it passes on one that is free
+    by_mpi = "MASTER_PORT" not in env if wire == "mpi" else "RANK" not in env and "MASTER_PORT" not in told
+    if by_mpi:
+        store, address, port = store_by_mpi(world(), host, timeout_s, keep)
+    else:
+        address, port = told.get("MASTER_ADDR", "127.0.0.1"), _number(told, "MASTER_PORT")
+        hosted_elsewhere = env.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+        if rank == 0 and not hosted_elsewhere:
+            keep.append(serve(address, port))
+        store = JobStore(join(address, port, timeout_s), f"job/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/")
     address_here = host_towards(address, port) if host == "auto" else host
-    return open_place(
-        store,
-        rank,
-        size,
-        machine,
-        wire=wire,
-        host=address_here,
-        timeout_s=timeout_s,
-        device=choose_device(device, local_rank),
-        machines=machines,
-        digest=digest,
-        keep=keep,
-    )
+    try:
+        return open_place(
+            store,
+            rank,
+            size,
+            machine,
+            wire=wire,
+            host=address_here,
+            timeout_s=timeout_s,
+            device=choose_device(device, local_rank),
+            machines=machines,
+            digest=digest,
+            keep=keep,
+        )
+    except RoundelayError as error:
+        break_off(error.exit_code)
+        raise
+
+
+def check_world(rank: int, size: int) -> None:
+    """Whether MPI sees the job as the launcher does."""
+    if (world().rank, world().size) != (rank, size):
+        raise UsageError(
+            f"MPI says rank {world().rank} of {world().size}, the launcher says rank {rank} of {size}",
+            where="wire=mpi",
+            do=f"start with 'mpirun -n {size} roundelay train …', the mpirun of the MPI library that mpi4py uses",
+        )
+
+
+def _number(told: Mapping[str, str], key: str) -> int:
+    try:
+        return int(told.get(key, ""))
+    except ValueError as error:
+        raise UsageError(
+            f"{key} is {told.get(key)!r}, not a number", where="environment", do="start with torchrun, or with learners=N"
+        ) from error
 
 
 def host_towards(address: str, port: int) -> str:
@@ -176,6 +230,16 @@ def open_place(
     names = split([card["machine"] for card in cards], machines)
     if wire == "shm" and len({card["machine"] for card in cards}) > 1:
         raise UsageError("wire=shm cannot reach other machines", where=f"rank {rank}", do="use wire=auto")
+    if wire == "mpi":
+        return Place(
+            MpiNet(world(), store, range(size), rank, timeout_s=timeout_s),
+            rank,
+            size,
+            names,
+            [card["host"] for card in cards],
+            device,
+            keep or [],
+        )
     # A machine that is split for a test behaves like several: shared memory only inside each part.
     share = wire == "shm" or wire == "auto"
     places = names if wire == "auto" else [card["machine"] for card in cards]

@@ -18,7 +18,7 @@ import torch
 from roundelay.errors import PeerLost, RoundelayError
 from roundelay.train.place import Place, alone, open_place
 from roundelay.wire.inproc import Threads
-from roundelay.wire.store import JobStore, join, serve
+from roundelay.wire.store import JobStore, TCPStore, join, serve
 
 Job = Callable[..., Any]
 
@@ -89,9 +89,13 @@ class Pool:
 
 def _member(pipe: Connection, rank: int, port: int, machine: str) -> None:
     """A process of the pool."""
+    do_jobs(pipe, rank, machine, join("127.0.0.1", port, 60.0))
+
+
+def do_jobs(pipe: Connection, rank: int, machine: str, server: TCPStore) -> None:
+    """Does what comes out of the pipe until it is closed."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    server = join("127.0.0.1", port, 60.0)
     frozen = False
     while True:
         try:

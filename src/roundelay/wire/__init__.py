@@ -1,1 +1,1 @@
-"""Who carries the vectors: threads, shared memory, torch.distributed."""
+"""Who carries the vectors: threads, shared memory, torch.distributed, MPI."""

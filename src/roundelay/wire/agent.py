@@ -20,9 +20,9 @@ from torch import Tensor
 
 from roundelay.core import kernels
 from roundelay.core.net import Matching
-from roundelay.errors import PeerLost
+from roundelay.errors import PeerLost, RoundelayError
 from roundelay.wire.board import DONE, ENTERED, HISTORY, VERSION, Board, OnBoard, drain
-from roundelay.wire.link import Arrival, Kind, Link, LinkClosed, Sender, admit
+from roundelay.wire.link import AnyLink, Arrival, Kind, Link, LinkClosed, Sender, admit
 
 PATIENCE_S = 0.2
 """How long an agent sleeps before it looks whether those it waits for are still alive."""
@@ -55,8 +55,8 @@ class Agent:
         self.error: BaseException | None = None
         self._token, self._listener, self._lost = token, listener, lost
         self._sender: Sender | None = None if listener is None else Sender(lambda: board.wake(self.rank))
-        self._links: dict[int, Link] = {}
-        self._callers: list[Link] = []
+        self._links: dict[int, AnyLink] = {}
+        self._callers: list[AnyLink] = []
         self._service: Tensor | None = None
         self._snapshot: Tensor | None = None
         self._received: Tensor | None = None
@@ -73,7 +73,7 @@ class Agent:
         self._figures = {"meetings": 0.0, "meeting_s": 0.0, "distance": 0.0, "skipped": 0.0}
         self._met = 0
         self._visitors: deque[threading.Event] = deque()
-        self._invited: deque[tuple[int, socket.socket]] = deque()
+        self._invited: deque[tuple[int, socket.socket | AnyLink]] = deque()
         self._taken = dict(self._figures)
         self._selector = selectors.DefaultSelector()
         self._selector.register(board.wakeups(), selectors.EVENT_READ, None)
@@ -90,9 +90,9 @@ class Agent:
     def running(self) -> bool:
         return self._thread.is_alive()
 
-    def invite(self, peer: int, sock: socket.socket) -> None:
-        """Hands over a connection to a partner on another machine (negative: to somebody who calls for one-sided verbs)."""
-        self._invited.append((peer, sock))
+    def invite(self, peer: int, way: socket.socket | AnyLink) -> None:
+        """Hands over the way to a partner on another machine (negative: to somebody who calls for one-sided verbs)."""
+        self._invited.append((peer, way))
         self.board.wake(self.rank)
 
     def await_partners(self, count: int, timeout_s: float) -> None:
@@ -108,15 +108,18 @@ class Agent:
                 )
             time.sleep(0.002)
 
-    def _adopt(self, peer: int, sock: socket.socket) -> None:
-        assert self._sender is not None
-        link = Link(sock, self._sender)
+    def _adopt(self, peer: int, way: socket.socket | AnyLink) -> None:
+        link: AnyLink
+        if isinstance(way, socket.socket):
+            assert self._sender is not None
+            link = Link(way, self._sender)
+        else:
+            link = way
         if peer >= 0:
             link.peer = peer
             self._links[peer] = link
         else:
             self._callers.append(link)
-        self._selector.register(link, selectors.EVENT_READ, link)
 
     def gossip(self, matching: Matching, gradients_per_meeting: float) -> None:
         self._gradients_per_meeting = gradients_per_meeting
@@ -175,6 +178,8 @@ class Agent:
             self._check()
 
     def _check(self) -> None:
+        if isinstance(self.error, RoundelayError):
+            raise self.error
         if self.error is not None:
             raise RuntimeError(f"the agent of rank {self.rank} failed: {self.error}") from self.error
 
@@ -197,11 +202,16 @@ class Agent:
 
     def _listen(self, timeout_s: float) -> None:
         """Waits for wake-ups and traffic, and moves bytes."""
+        news = False
         for link in [*self._links.values(), *self._callers]:
             if link.error:
                 self._hang_up(link, link.error)
+            elif link.waiting is None and link.fileno() < 0:
+                news |= self._traffic(link)
             elif link.waiting is None:
                 self._watch(link)
+        if news:
+            return
         events = self._selector.select(timeout_s)
         if not events:
             self._look_for_the_dead()
@@ -213,9 +223,13 @@ class Agent:
             else:
                 self._traffic(key.data)
 
-    def _watch(self, link: Link) -> None:
+    def _watch(self, link: AnyLink) -> None:
         if link.fileno() not in self._selector.get_map():
             self._selector.register(link, selectors.EVENT_READ, link)
+
+    def _unwatch(self, link: AnyLink) -> None:
+        if link.fileno() >= 0 and link.fileno() in self._selector.get_map():
+            self._selector.unregister(link)
 
     def _welcome(self) -> None:
         assert self._listener is not None
@@ -234,20 +248,22 @@ class Agent:
         if self._quit:
             sock.close()
 
-    def _traffic(self, link: Link) -> None:
+    def _traffic(self, link: AnyLink) -> bool:
+        """Takes what has arrived; whether there was anything."""
         try:
             arrival = link.read_header()
             if link.waiting is not None:
                 # its payload is taken when this agent is ready for it; until then the socket holds the sender back
-                self._selector.unregister(link)
+                self._unwatch(link)
             if arrival is not None:
                 self._arrived(link, arrival)
+            return arrival is not None
         except LinkClosed as error:
             self._hang_up(link, str(error))
+            return False
 
-    def _hang_up(self, link: Link, why: str) -> None:
-        if link.fileno() in self._selector.get_map():
-            self._selector.unregister(link)
+    def _hang_up(self, link: AnyLink, why: str) -> None:
+        self._unwatch(link)
         link.close()
         if link.peer is not None:
             self._links.pop(link.peer, None)
@@ -265,10 +281,12 @@ class Agent:
         for peer in self.board.here:
             if peer not in self.dead and peer != self.rank and not self.board.alive(peer):
                 self._bury(peer, "its process has ended")
+        if self._open in self._links:
+            self._links[self._open].look(time.perf_counter() - self._opened_at)
 
     # -- one-sided verbs of others -------------------------------------------------------------------------------------
 
-    def _arrived(self, link: Link, arrival: Arrival) -> None:
+    def _arrived(self, link: AnyLink, arrival: Arrival) -> None:
         if arrival.kind is Kind.GET:
             with self.published.locked():
                 _, version = self.published.count()
@@ -368,7 +386,7 @@ class Agent:
             return self._meet_in_place(partner)
         return False
 
-    def _try_to_close_remote(self, link: Link) -> bool:
+    def _try_to_close_remote(self, link: AnyLink) -> bool:
         assert self._snapshot is not None
         assert self._received is not None
         if link.error:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from queue import SimpleQueue
+from typing import Protocol
 
 from roundelay.errors import PeerLost
 
@@ -44,6 +45,31 @@ class Arrival:
 
 class LinkClosed(Exception):
     """The other end is gone."""
+
+
+class AnyLink(Protocol):
+    """What an agent has of a peer, whatever carries it. Messages arrive in the order they were sent in; a payload is taken when
+    the agent offers a buffer for it, and until then nothing behind it is read."""
+
+    peer: int | None
+    sent_bytes: int
+    sending: int
+    error: str
+    waiting: Arrival | None
+
+    def fileno(self) -> int:
+        """What to watch for news; negative: there is no such thing, and news wakes the agent through its board."""
+
+    def send(self, kind: Kind, number: int, payload: memoryview | None = None) -> None: ...
+
+    def read_header(self) -> Arrival | None: ...
+
+    def read_payload(self, buffer: memoryview) -> None: ...
+
+    def look(self, waited_s: float) -> None:
+        """The agent has waited for this peer for so long: is it still there?"""
+
+    def close(self) -> None: ...
 
 
 def tune(sock: socket.socket) -> None:
@@ -107,6 +133,9 @@ class Link:
             raise LinkClosed(f"a payload of {self.waiting.bytes} bytes where {len(buffer)} were expected")
         receive_all(self.sock, buffer)
         self.waiting = None
+
+    def look(self, waited_s: float) -> None:
+        """A socket reports a dead peer by itself."""
 
     def close(self) -> None:
         with suppress(OSError):

@@ -1,0 +1,146 @@
+"""What launchers say in their own words becomes what torchrun says; a shell inside an allocation is not a launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from roundelay.errors import UsageError
+from roundelay.train.place import under_launcher
+from roundelay.train.variables import FIRST_PORT, PORTS, host_names, launcher_variables, port_of, tasks_per_node
+
+STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "5",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "node[07-09]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+"""What srun sets for the fourth of five tasks on three nodes."""
+BATCH = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_NODELIST": "node[07-09]",
+    "SLURM_TASKS_PER_NODE": "4",
+}
+"""What stands in the shell of a batch script that has asked for four tasks and started none."""
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-here-1@1",
+}
+
+
+def test_torchrun_wins() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5", **OPENMPI, **STEP}
+    told = launcher_variables(env)
+    assert told == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+
+
+def test_open_mpi_on_one_machine() -> None:
+    told = launcher_variables(OPENMPI)
+    assert told["RANK"] == told["LOCAL_RANK"] == "2"
+    assert told["WORLD_SIZE"] == told["LOCAL_WORLD_SIZE"] == "4"
+    assert told["MASTER_ADDR"] == "127.0.0.1"
+    assert told["MASTER_PORT"] == launcher_variables({**OPENMPI, "OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
+    assert told["MASTER_PORT"] != launcher_variables({**OPENMPI, "PMIX_NAMESPACE": "prterun-here-2@1"})["MASTER_PORT"]
+
+
+def test_open_mpi_on_several_machines_leaves_the_address_to_mpi_or_to_the_user() -> None:
+    several = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    assert "MASTER_ADDR" not in launcher_variables(several)
+    told = launcher_variables({**several, "MASTER_ADDR": "first", "MASTER_PORT": "29500"})
+    assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("first", "29500")
+
+
+@pytest.mark.parametrize("local", [("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")])
+def test_mpich_and_its_kin(local: tuple[str, str]) -> None:
+    told = launcher_variables({"PMI_RANK": "1", "PMI_SIZE": "2", local[0]: "1", local[1]: "2"})
+    assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"], told["MASTER_ADDR"]) == ("1", "2", "1", "127.0.0.1")
+
+
+def test_a_slurm_step() -> None:
+    told = launcher_variables(STEP)
+    assert told == {
+        "RANK": "3",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "node07",
+        "MASTER_PORT": str(port_of("77.0")),
+    }
+    assert launcher_variables({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})["MASTER_PORT"] == told["MASTER_PORT"]
+    assert launcher_variables({**STEP, "SLURM_STEP_NODELIST": "node07"})["MASTER_ADDR"] == "127.0.0.1"
+    assert launcher_variables({**STEP, "MASTER_ADDR": "ib-node07"})["MASTER_ADDR"] == "ib-node07"
+
+
+def test_a_step_takes_its_own_number_of_tasks_not_the_allocations() -> None:
+    assert launcher_variables({**STEP, "SLURM_NTASKS": "64"})["WORLD_SIZE"] == "5"
+
+
+def test_srun_with_pmi2_has_its_local_ranks_from_slurm() -> None:
+    assert launcher_variables({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}) == launcher_variables(STEP)
+
+
+def test_mpirun_inside_an_allocation_is_mpiruns_affair() -> None:
+    daemons = {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3"}  # the step is that of mpirun's own helpers
+    assert launcher_variables({**daemons, **OPENMPI})["RANK"] == "2"
+    hydra = {**daemons, "PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    assert (launcher_variables(hydra)["RANK"], launcher_variables(hydra)["WORLD_SIZE"]) == ("2", "4")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        BATCH,
+        {k: v for k, v in BATCH.items() if k != "SLURM_PROCID"},  # salloc, on the login node
+        {**BATCH, "SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_STEP_NUM_TASKS": "4"},  # salloc with an interactive step
+        {**BATCH, "SLURM_STEP_ID": str(0xFFFFFFFB)},  # the batch script as a step
+        {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash in an allocation of four tasks
+    ],
+    ids=["nothing", "sbatch", "salloc", "interactive", "batch step", "pty"],
+)
+def test_a_shell_inside_an_allocation_waits_for_nobody(env: dict[str, str]) -> None:
+    assert launcher_variables(env) == {}
+    assert not under_launcher(env)
+
+
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [
+        ("", []),
+        ("gpu5", ["gpu5"]),
+        ("a,b-1,c.d", ["a", "b-1", "c.d"]),
+        ("n[01-03,07],gpu5", ["n01", "n02", "n03", "n07", "gpu5"]),
+        ("n[8-10]", ["n8", "n9", "n10"]),
+        ("n[008-010]x", ["n008x", "n009x", "n010x"]),
+        ("r[1-2]n[08,10]", ["r1n08", "r1n10", "r2n08", "r2n10"]),
+    ],
+)
+def test_lists_of_hosts_are_written_out(written: str, names: list[str]) -> None:
+    assert host_names(written) == names
+
+
+def test_a_list_of_hosts_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(UsageError, match=r"n\[a-b\]"):
+        host_names("n[a-b]")
+
+
+def test_counts_of_tasks_are_written_out() -> None:
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_per_node("4") == [4]
+    assert tasks_per_node("") == tasks_per_node("many") == []
+
+
+def test_ports_stay_below_those_the_system_deals_out() -> None:
+    assert all(FIRST_PORT <= port_of(f"job {n}") < FIRST_PORT + PORTS <= 32768 for n in range(100))
