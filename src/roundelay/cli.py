@@ -24,6 +24,9 @@ EPILOG = {
   roundelay config examples/frames.toml strategy=kstep""",
     "demo": """example:
   roundelay demo --json""",
+    "replay": """example:
+  roundelay train examples/frames.toml strategy=adpsgd learners=2 record=true run=runs/r1
+  roundelay replay runs/r1""",
     "bench": """examples:
   roundelay bench throughput --quick
   roundelay bench overhead --json
@@ -72,6 +75,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", metavar="key=value")
     p.add_argument("--json", action="store_true", help="print JSON")
 
+    p = command("replay", "do a recorded asynchronous run again, event by event, and compare the weights", run_replay)
+    p.add_argument("run", metavar="RUN", help="the directory of a run that was trained with record=true")
+    p.add_argument("--json", action="store_true", help="print JSON")
+
     p = command("demo", "train the example task with several strategies on two learners and compare them", run_demo)
     p.add_argument("--json", action="store_true", help="print the table as JSON at the end")
 
@@ -112,6 +119,12 @@ def run_config(args: argparse.Namespace) -> int:
     from roundelay import verbs
 
     return verbs.run_config(args)
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    from roundelay import verbs
+
+    return verbs.run_replay(args)
 
 
 def run_demo(args: argparse.Namespace) -> int:

@@ -57,6 +57,7 @@ class Settings(Options):
     host: str = "127.0.0.1"  # the address that sockets bind; "auto": the one that reaches MASTER_ADDR
     port: int = 0  # of the job's store; 0: the system chooses
     progress: str = "auto"  # auto, rich, plain, none
+    record: bool = False  # note the order of events down, so that roundelay replay can do an asynchronous run again
 
 
 CHOICES = {
@@ -245,3 +246,15 @@ def build_task(resolved: Resolved) -> Any:
 def engine(settings: Settings) -> Options:
     """The part of the settings that the engine takes."""
     return Options(**{f.name: getattr(settings, f.name) for f in fields(Options)})
+
+
+INCIDENTAL = frozenset(
+    "run resume keep evaluate save_every_epochs slow timeout_s log_every_s host port progress record wire device learners".split()
+)
+"""Settings that leave no trace in the weights, once the order of events is known."""
+
+
+def identity(settings: Settings) -> dict[str, Any]:
+    """The settings that decide what a run computes: two runs that differ in one of them are different runs."""
+    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in INCIDENTAL}
+    return dict(json.loads(json.dumps(plain)))

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from roundelay.core.history import History
+
 
 class Matching(Protocol):
     """Who meets whom in which round."""
@@ -152,6 +154,9 @@ class Net(Protocol):
 
     def get(self, peer: int, out: Tensor) -> int:
         """One-sided: out <- peer's published vector. Returns its version."""
+
+    def record(self, history: History) -> None:
+        """From now on everything this member and its agent do to published vectors is noted down."""
 
     def part(self, ranks: Sequence[int], name: str) -> Net | None:
         """Rendezvous of the whole group: a net among these members (None for others)."""

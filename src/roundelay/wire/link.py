@@ -61,6 +61,8 @@ class Link:
         tune(sock)
         self.sock, self._sender = sock, sender
         self.peer: int | None = None
+        self.caller = -1
+        """Who calls for one-sided verbs on this connection; -1 on a partner's."""
         self.sent_bytes = 0
         self.sending = 0
         """Messages handed to the sender and not yet gone."""
