@@ -249,7 +249,8 @@ def engine(settings: Settings) -> Options:
 
 
 INCIDENTAL = frozenset(
-    "run resume keep evaluate save_every_epochs slow timeout_s log_every_s host port progress record wire device learners".split()
+    {"run", "resume", "keep", "evaluate", "save_every_epochs", "slow", "timeout_s", "log_every_s", "host", "port", "progress"}
+    | {"record", "wire", "device", "learners"}
 )
 """Settings that leave no trace in the weights, once the order of events is known."""
 

@@ -153,7 +153,7 @@ def run_replay(args: argparse.Namespace) -> int:
 
     run = Path(args.run)
     if not (run / "config.toml").is_file():
-        raise UsageError("this is not a run directory: it has no config.toml", where=str(run), do="give the run=… of a training")
+        raise UsageError("this is no run directory: it has no config.toml", where=str(run), do="give the run=… of a training")
     resolved = config.load(run / "config.toml")
     config.search_beside(resolved)
     settings = resolved.settings

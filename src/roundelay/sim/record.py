@@ -74,7 +74,10 @@ def read_record(run: Path) -> Record:
         found = _read(folder / f"rank-{rank:03d}.bin")
         is_step = found[:, 0] == Kind.STEP
         steps.append(
-            [Piece(*map(int, r[1:4]), Share(int(r[4]), int(r[5]), int(r[6]), int(r[7]), total)) for r in found[is_step]]
+            [
+                Piece(int(r[1]), int(r[2]), int(r[3]), Share(int(r[4]), int(r[5]), int(r[6]), int(r[7]), total))
+                for r in found[is_step]
+            ]
         )
         notes.append(found[~is_step])
     return Record(card, steps, _orders(np.concatenate(notes), folder), _last(folder, card))
@@ -88,9 +91,7 @@ def _card(folder: Path, rank: int) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"the record of rank {rank} is missing or broken", where=str(path), do=AGAIN) from error
     if not complete:
-        raise DataError(
-            f"the record of rank {rank} is cut off: the run did not come to its end", where=str(path), do=AGAIN
-        )
+        raise DataError(f"the record of rank {rank} is cut off: the run did not come to its end", where=str(path), do=AGAIN)
     return card
 
 

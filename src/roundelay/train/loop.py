@@ -56,7 +56,7 @@ class Plan:
     progress: str = "auto"
     about: dict[str, Any] = field(default_factory=dict)
     record: dict[str, Any] | None = None
-    """Note the order of events down, so that `roundelay replay` can do them again; what the record says of the run. None: do not."""
+    """Note the order of events down, so that `roundelay replay` can do them again: what the record is to say of the run."""
     on_step: Callable[[Learner], None] | None = None
     """Called after every step: for benchmarks that look over the learner's shoulder."""
 
