@@ -18,8 +18,9 @@ from roundelay.core.history import History
 class Matching(Protocol):
     """Who meets whom in which round."""
 
-    edges: frozenset[tuple[int, int]]
-    """The pairs that can ever meet, lower rank first."""
+    @property
+    def edges(self) -> frozenset[tuple[int, int]]:
+        """The pairs that can ever meet, lower rank first."""
 
     def __call__(self, round: int) -> Sequence[int]:
         """The partner of every member; a member that sits out is its own partner."""
@@ -49,6 +50,9 @@ class Store(Protocol):
 
     def claim(self, key: str, value: str) -> str:
         """Sets the key if nobody has; returns the value that stands."""
+
+    def pause(self, seconds: float, *keys: str) -> None:
+        """Between two looks at these keys: sleeps so long; in virtual time, until one of them is written."""
 
 
 class Published(Protocol):

@@ -1,1 +1,1 @@
-"""Clusters that exist only in virtual time, the mathematical model, and recorded runs done again."""
+"""A cluster that exists only in virtual time: the same strategies and the same training loop, with a clock of its own."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import torch
 
 from roundelay.core.task import Task
 from roundelay.errors import UsageError
@@ -58,22 +55,22 @@ def _by_speed(place: Place, learner: Learner, task: Task) -> list[int]:
     """A short probe of the gradient on every learner; the same global batch, shared out by speed."""
     count = min(PROBE_BATCH, task.samples)
     batch = task.batch(0, 0, count)
-    random = torch.get_rng_state()
+    random = place.host.dice()
     times = []
     for _ in range(PROBES + 1):
-        began = time.perf_counter()
+        began = place.host.clock()
         learner.flat.clear_gradients()
-        learner._timed(lambda: _backward(task, learner, batch))()
-        times.append(time.perf_counter() - began)
+        learner._checked(lambda: _backward(task, learner, batch), count)()
+        times.append(place.host.clock() - began)
     learner.flat.clear_gradients()
-    torch.set_rng_state(random)
+    place.host.set_dice(random)
     rate = 1.0 / sorted(times[1:])[PROBES // 2]
     store = learner.job.store
     store.set(f"probe/{place.rank}", json.dumps(rate))
     rates: list[float] = []
     for rank in range(place.size):
         while (note := store.get(f"probe/{rank}")) is None:
-            time.sleep(0.01)
+            store.pause(0.01, f"probe/{rank}")
         rates.append(json.loads(note))
     return [max(1, round(PROBE_BATCH * place.size * r / sum(rates))) for r in rates]
 

@@ -174,7 +174,7 @@ def in_one_block(folder: Path, ranks: list[int]) -> bool:
 def write_shard(folder: Path, learner: Learner) -> None:
     """One learner's weights, optimizer, strategy, random state and data position."""
     worker = learner.worker
-    tensors: dict[str, Tensor] = {"random": torch.get_rng_state(), "buffers": learner.flat.buffer_vector()}
+    tensors: dict[str, Tensor] = {"random": learner.place.host.dice(), "buffers": learner.flat.buffer_vector()}
     tensors |= {f"buffer/{name}": b for name, b in learner.flat.counters}
     notes: dict[str, Any] = {"k": worker.k, "steps": learner.steps, "samples_since_mean": worker.samples_since_mean}
     notes["completed"] = merged(learner.completed)
@@ -211,7 +211,7 @@ def read_shard(folder: Path, rank: int, learner: Learner, exactly: bool) -> dict
         for name, b in learner.flat.counters:
             b.copy_(tensors[f"buffer/{name}"])
     if exactly:
-        torch.set_rng_state(tensors["random"])
+        learner.place.host.set_dice(tensors["random"])
         worker.k, worker.samples_since_mean, learner.steps = notes["k"], notes["samples_since_mean"], notes["steps"]
     if not worker.leads or "w" not in tensors:
         return {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,8 @@ from roundelay.core.worker import Share
 
 Span = tuple[int, int]
 POLL_S = 0.01
+NEWS = ("returned", "returned-taken", "deaths")
+"""Keys of the store that a learner without work waits for."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Race:
         self.leader = dealt.machine[0]
         self._leased: list[Span] = []
         self._rest: list[Span] = []
+        self._ran_out = False
         self.dead: set[int] = set()
         if dealt.rank == 0:
             store.add("claimed", dealt.first)
@@ -125,6 +127,8 @@ class Race:
         """This work is in w."""
         with self._changing:
             self._leased = [s for s in self._leased if s != span]
+        if self._ran_out:  # and waits for this
+            self.store.set(f"worked-off/{self.dealt.rank}", str(span[1]))
 
     def stop(self) -> None:
         """Nothing beyond what has been claimed by now is dealt any more."""
@@ -149,7 +153,7 @@ class Race:
             self.store.add("returned-taken", -1)
             return None
         while (note := self.store.get(f"returned/{number}")) is None:
-            time.sleep(POLL_S)
+            self.store.pause(POLL_S, f"returned/{number}")
         start, stop = json.loads(note)
         return start, stop
 
@@ -177,7 +181,7 @@ class Race:
 
     def __iter__(self) -> Iterator[Claim]:
         while self.store.get("dealing") is None:
-            time.sleep(POLL_S)
+            self.store.pause(POLL_S, "dealing")
         if self.dealt.rank != self.leader:
             yield from self._follow()
             return
@@ -189,15 +193,17 @@ class Race:
             span = self._next_span(size)
             if span is None and not self.stays:
                 break  # nobody's death is survived, and others may be waiting at a rendezvous
+            self._ran_out = span is None
             if span is None:
                 # Stay until everybody has run out: somebody may die and leave work behind.
                 if not idle and not self._leased:
                     self._note_lease()
                     self.store.set(f"idle/{self.dealt.rank}", "1")
                     idle = True
-                if idle and self._everybody_idle():
+                busy = self._first_busy() if idle else self.dealt.rank
+                if busy is None and self._nothing_returned():
                     break
-                time.sleep(POLL_S)
+                self.store.pause(POLL_S, f"idle/{busy}", f"worked-off/{self.dealt.rank}", *NEWS)
                 continue
             if idle:
                 self.store.set(f"idle/{self.dealt.rank}", "0")
@@ -215,20 +221,22 @@ class Race:
     def _note_lease(self) -> None:
         # A learner that dies between the counter and this line takes its places with it; the window is one message long.
         with self._changing:
-            note = json.dumps(self._leased + self._rest)
-        self.store.set(f"lease/{self.dealt.rank}", note)
+            note = ",".join(f"[{start},{stop}]" for start, stop in self._leased + self._rest)
+        self.store.set(f"lease/{self.dealt.rank}", f"[{note}]")
 
-    def _everybody_idle(self) -> bool:
-        leaders = [r for r in self.dealt.leaders if r not in self.dead]
-        if all(self.store.get(f"idle/{r}") == "1" or r == self.dealt.rank for r in leaders):
-            return int(self.store.get("returned-taken") or 0) >= int(self.store.get("returned") or 0)
-        return False
+    def _first_busy(self) -> int | None:
+        """The first living worker that has not run out of work; None where all have."""
+        others = (r for r in self.dealt.leaders if r != self.dealt.rank and r not in self.dead)
+        return next((r for r in others if self.store.get(f"idle/{r}") != "1"), None)
+
+    def _nothing_returned(self) -> bool:
+        return int(self.store.get("returned-taken") or 0) >= int(self.store.get("returned") or 0)
 
     def _follow(self) -> Iterator[Claim]:
         number = 1
         while True:
             while (note := self.store.get(f"machine/{self.leader}/{number}")) is None:
-                time.sleep(0.001)
+                self.store.pause(0.001, f"machine/{self.leader}/{number}")
             span = json.loads(note)
             if span is None:
                 return

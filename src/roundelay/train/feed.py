@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-
-from roundelay.train.claims import Claim
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 END = object()
+T = TypeVar("T")
 
 
-class Feed:
-    """Runs through claims in a thread of its own, one piece ahead: neither the store nor the disk is waited for twice."""
+class Feed(Generic[T]):
+    """Runs through items in a thread of its own, one ahead: neither the store nor the disk is waited for twice."""
 
-    def __init__(self, claims: Iterable[Claim], prepare: Callable[[Claim], Any]) -> None:
-        self._claims, self._prepare = claims, prepare
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = items
         self._ahead: queue.Queue[Any] = queue.Queue(maxsize=1)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
 
     def _run(self) -> None:
         try:
-            for claim in self._claims:
-                self._put((claim, self._prepare(claim) if claim.stop > claim.start else None))
+            for item in self._items:
+                self._put(item)
                 if self._stop.is_set():
                     return
             self._put(END)
@@ -39,7 +38,7 @@ class Feed:
             except queue.Full:
                 continue
 
-    def __iter__(self) -> Iterator[tuple[Claim, Any]]:
+    def __iter__(self) -> Iterator[T]:
         self._thread.start()
         try:
             while (item := self._ahead.get()) is not END:

@@ -8,7 +8,6 @@ the gradient at the mean model and g_l the gradient at learner l's model, on one
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +29,11 @@ class Judge:
         """Judges this learner's part of the model and posts it; the last one to post writes the event."""
         learner = self.learner
         place, store = learner.place, learner.job.store
-        began = time.perf_counter()
+        began = place.host.clock()
         effective = None if final else self._effective_rate(mean)
-        with torch.no_grad(), learner.borrowed(mean) as module:
+        with torch.no_grad(), learner.borrowed(mean) as module, place.host.rolling():
             parts = self.task.evaluate(module, place.rank, place.size)
-        took = time.perf_counter() - began
+        took = place.host.clock() - began
         learner.worker.meter.seconds["judge"] += took
         key = f"judged/{'final' if final else position}"
         store.set(f"{key}/{place.rank}", json.dumps({"parts": parts, "effective": effective, "seconds": took}))
@@ -98,7 +97,8 @@ class Judge:
         with learner.borrowed(vector) as module:
             module.train()
             learner.flat.clear_gradients()
-            random = torch.get_rng_state()
-            self.task.loss(module, batch).backward()
-            torch.set_rng_state(random)
+            random = learner.place.host.dice()
+            with learner.place.host.rolling():
+                self.task.loss(module, batch).backward()
+            learner.place.host.set_dice(random)
             return learner.flat.gather(torch.empty_like(learner.flat.phi))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -78,15 +77,15 @@ class Learner:
             self.flat,
             self.optimizer,
             SeededTopologies(options.seed),
-            time.perf_counter,
+            place.host.clock,
             published=traits.published and place.rank in self.leaders,
             exact=options.exact,
             weighs_steps=traits.weighs == "step",
             gradients_per_meeting=options.gradients_per_meeting,
             node=node,
         )
-        self.events = events or EventLog(None, place.rank)
-        self.recorder = Recorder(self.worker, self.job, self.events, options.log_every_s)
+        self.events = events or place.host.events(None, place.rank)
+        self.recorder = Recorder(self.worker, self.job, self.events, options.log_every_s, place.host.clock)
         self.watchdog = Watchdog(self.worker, self.job, place, self.events, options.timeout_s)
         self.claims: Turn | Race | None = None
         self.completed: list[tuple[int, int]] = []
@@ -201,7 +200,7 @@ class Learner:
         """One step of the strategy on this share of the data."""
         worker = self.worker
         self.optimizer.set_position(share.position)
-        worker.begin(share, self._timed(compute) if compute is not None else (lambda: float("nan")))
+        worker.begin(share, self._checked(compute, share.own) if compute is not None else (lambda: float("nan")))
         if share.own:
             self.recorder.samples += share.own
         self.strategy.step(worker)
@@ -214,18 +213,15 @@ class Learner:
                 self.claims.complete(span)
         self.recorder.stepped()
 
-    def _timed(self, compute: Callable[[], float]) -> Callable[[], float]:
+    def _checked(self, compute: Callable[[], float], samples: int) -> Callable[[], float]:
         def run() -> float:
-            began = time.perf_counter()
-            loss = compute()
+            loss = self.place.host.compute(compute, samples, self._slow)
             if not math.isfinite(loss):
                 raise DataError(
                     f"the loss is {loss}",
                     where=f"rank {self.place.rank}, step {self.steps}, sample {self.position}",
                     do="lower the rate (lr=…), add a warm-up or clip=…; resume=auto goes on from the last good checkpoint",
                 )
-            if self._slow > 1.0:
-                time.sleep((self._slow - 1.0) * (time.perf_counter() - began))
             return loss
 
         return run

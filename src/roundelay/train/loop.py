@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from roundelay.core.events import EventLog
 from roundelay.core.history import History
 from roundelay.core.task import Task
 from roundelay.errors import DataError, Interrupted, PeerLost, UsageError, nearest
 from roundelay.progress import Progress
 from roundelay.train.checkpoint import Checkpoints, model_tensors, newest, read_model
-from roundelay.train.claims import Race, Turn
-from roundelay.train.feed import Feed
+from roundelay.train.claims import Claim, Race, Turn
 from roundelay.train.judge import Judge
 from roundelay.train.learner import Learner, innermost
 from roundelay.train.options import Options
@@ -82,13 +81,14 @@ class Run:
         self.task, self.place, self.options, self.plan = task, place, options, plan
         if plan.run is not None:
             (plan.run / "log").mkdir(parents=True, exist_ok=True)
-        self._log = open(plan.run / "log" / f"rank-{place.rank:03d}.txt", "a") if plan.run is not None else None  # noqa: SIM115
+        log = plan.run / "log" / f"rank-{place.rank:03d}.txt" if plan.run is not None else None
+        self._log = open(log, "a") if log is not None and place.host.speaks(place.rank) else None  # noqa: SIM115
         self.progress = Progress(plan.progress if place.rank == 0 else "none")
         with BUILDING:
             torch.manual_seed(options.seed)
             module = task.build().to(place.device)
-            torch.manual_seed(options.seed * 1_000_003 + place.rank)  # dropout and the like differ between learners
-        events = EventLog(plan.run / "events.jsonl" if plan.run is not None else None, place.rank)
+            place.host.seed(options.seed * 1_000_003 + place.rank)  # dropout and the like differ between learners
+        events = place.host.events(plan.run / "events.jsonl" if plan.run is not None else None, place.rank)
         self.learner = Learner(place, module, make_optimizer(plan, module), options, events)
         self.judge = Judge(task, self.learner, self.say)
         self.checkpoints: Checkpoints | None = None
@@ -103,7 +103,7 @@ class Run:
     def say(self, line: str) -> None:
         """To this rank's log, and to the person who watches (whoever of the learners has news)."""
         if self._log is not None:
-            self._log.write(time.strftime("%H:%M:%S ") + line + "\n")
+            self._log.write(f"{self.place.host.stamp()} {line}\n")
             self._log.flush()
         self.progress.line(line) if self.place.rank == 0 else None
 
@@ -114,7 +114,7 @@ class Run:
             (run / ".token").write_text(store.claim("run-token", str(time.time_ns())))
             store.set("run-token-written", "1")
         while store.get("run-token-written") is None:
-            time.sleep(0.01)
+            store.pause(0.01, "run-token-written")
         try:
             seen = (run / ".token").read_text()
         except OSError:
@@ -179,7 +179,7 @@ class Run:
         learner, plan, task = self.learner, self.plan, self.task
         every = max(1, round(plan.save_every_epochs * task.samples))
         next_save = (learner.position // every + 1) * every
-        feed = iter(Feed(self._halting(claims), lambda c: task.batch(c.epoch, c.start, c.stop)))
+        feed = self.place.host.ahead(self._prepared(claims))
         while True:
             with learner.worker.spent("data"):
                 item = next(feed, None)
@@ -201,6 +201,13 @@ class Run:
             if plan.on_step is not None:
                 plan.on_step(learner)
             self.progress.step(learner.position, total, learner.recorder.last)
+
+    def _prepared(self, claims: Turn | Race) -> Iterator[tuple[Claim, Any]]:
+        """Claims with their batches. Runs in the background."""
+        task, host = self.task, self.place.host
+        for claim in self._halting(claims):
+            samples = claim.stop - claim.start
+            yield claim, host.load(lambda c=claim: task.batch(c.epoch, c.start, c.stop), samples) if samples else None
 
     def _compute(self, batch: Any) -> Callable[[], float] | None:
         if batch is None:
@@ -271,11 +278,13 @@ class Run:
         race = learner.strategy.traits.claims == "race"
         position = learner.job.store.claim("last-save", str(learner.position)) if race else str(learner.position)
         self.checkpoints.save(int(position))
-        deadline = time.monotonic() + self.options.timeout_s
+        host, store = self.place.host, learner.job.store
+        deadline = host.clock() + self.options.timeout_s
         # only for this one: an earlier one may lack the shard of a learner whose claims jumped over it
-        while int(position) in self.checkpoints.waiting and time.monotonic() < deadline:
+        self.checkpoints.poll()
+        while int(position) in self.checkpoints.waiting and host.clock() < deadline:
+            store.pause(0.01, f"complete/{position}", "deaths")
             self.checkpoints.poll()
-            time.sleep(0.01)
 
     def _conclude(self, mean: torch.Tensor) -> dict[str, Any]:
         learner, plan = self.learner, self.plan
@@ -296,21 +305,21 @@ class Run:
         """The figures of the whole run, by the first living rank."""
         store = self.learner.job.store
         found: dict[str, Any] = {}
-        deadline = time.monotonic() + self.options.timeout_s
-        while self.plan.evaluate and time.monotonic() < deadline:
+        clock, roll = self.place.host.clock, self.learner.job.roll
+        deadline = clock() + self.options.timeout_s
+        while self.plan.evaluate and clock() < deadline:
             figures = store.get("judged/final/figures")
             if figures is not None:
                 found["figures"] = json.loads(figures)
                 break
-            time.sleep(0.01)
+            store.pause(0.01, "judged/final/figures")
         self.judge.announce()
         ranks: dict[int, Any] = {}
-        while time.monotonic() < deadline and len(ranks) < size - len(self.learner.job.roll.dead()):
-            for r in range(size):
-                note = store.get(f"summary/{r}")
-                if note is not None:
-                    ranks[r] = json.loads(note)
-            time.sleep(0.005)
+        for r in range(size):
+            while (note := store.get(f"summary/{r}")) is None and r not in roll.dead() and clock() < deadline:
+                store.pause(0.005, f"summary/{r}", "deaths")
+            if note is not None:
+                ranks[r] = json.loads(note)
         found["ranks"] = ranks
         slowest = max(ranks, key=lambda r: ranks[r]["own_s"] / max(ranks[r].get("steps", 1), 1))
         own, waiting = ranks[slowest]["own_s"], ranks[slowest]["waiting_s"]
@@ -393,7 +402,7 @@ class Run:
         )
 
     def _signals(self) -> Any:
-        return StopOnSignals(self._asked_to_stop)
+        return StopOnSignals(self._asked_to_stop) if self.place.host.speaks(self.place.rank) else nullcontext()
 
 
 class StopOnSignals:

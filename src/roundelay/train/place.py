@@ -20,8 +20,10 @@ from typing import Any
 import torch
 
 import roundelay
+from roundelay.core.host import Host
 from roundelay.core.net import Net
 from roundelay.errors import PeerLost, UsageError, nearest
+from roundelay.train.host import RealHost
 from roundelay.wire.inproc import Threads
 from roundelay.wire.store import JobStore, join, serve
 from roundelay.wire.torchdist import ProcessNet
@@ -47,6 +49,7 @@ class Place:
     device: torch.device
     keep_alive: list[Any] = field(default_factory=list)
     """What must live as long as the job: the store's server, if it runs here."""
+    host: Host = field(default_factory=RealHost)
 
     def machine_of(self, rank: int) -> list[int]:
         """Ranks on the same machine, in order."""

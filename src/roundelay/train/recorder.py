@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import resource
-import time
 from collections import Counter
+from collections.abc import Callable
 
 from roundelay.core.events import EventLog
 from roundelay.core.net import Net
@@ -14,31 +14,31 @@ from roundelay.core.worker import Worker
 class Recorder:
     """Counts what a learner does and writes it down now and then."""
 
-    def __init__(self, worker: Worker, job: Net, events: EventLog, every_s: float) -> None:
-        self.worker, self.job, self.events, self.every_s = worker, job, events, every_s
+    def __init__(self, worker: Worker, job: Net, events: EventLog, every_s: float, clock: Callable[[], float]) -> None:
+        self.worker, self.job, self.events, self.every_s, self.clock = worker, job, events, every_s, clock
         self.samples = 0
         self.total: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self._steps = 0
         self._losses = (0.0, 0)
-        self._since = self._began = time.perf_counter()
+        self._since = self._began = self.clock()
         self._bytes = 0
         self.last: dict = {}
 
     def start(self) -> None:
-        self._since = self._began = time.perf_counter()
+        self._since = self._began = self.clock()
 
     def stepped(self) -> None:
         """After every step."""
         self._steps += 1
         if self.worker.share.own:
             self._losses = (self._losses[0] + self.worker.loss, self._losses[1] + 1)
-        if time.perf_counter() - self._since >= self.every_s:
+        if self.clock() - self._since >= self.every_s:
             self.record()
 
     def record(self) -> None:
         """Writes what has come together since the last time."""
-        now = time.perf_counter()
+        now = self.clock()
         worker, meter, elapsed = self.worker, self.worker.meter, max(now - self._since, 1e-9)
         if not self._steps and not meter.seconds:
             return
@@ -76,7 +76,7 @@ class Recorder:
 
     def summary(self) -> dict:
         """Figures of the whole run."""
-        elapsed = time.perf_counter() - self._began
+        elapsed = self.clock() - self._began
         updates = max(sum(self.staleness.values()), 1)
         own = sum(self.total[k] for k in ("compute_s", "data_s", "update_s"))
         return {

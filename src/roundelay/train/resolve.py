@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from roundelay import topology
 
@@ -12,8 +13,11 @@ class SeededMatching:
 
     def __init__(self, name: str, size: int, seed: int) -> None:
         self._topology, self._size, self._seed = topology.topology(name), size, seed
-        self.edges = frozenset(self._topology.edges(size))
         self._last: tuple[int, list[int]] = (-1, [])
+
+    @cached_property
+    def edges(self) -> frozenset[tuple[int, int]]:
+        return frozenset(self._topology.edges(self._size))
 
     def __call__(self, round: int) -> list[int]:
         last, partners = self._last
@@ -33,4 +37,9 @@ class SeededTopologies:
         return SeededMatching(name, size, self.seed)
 
     def row(self, name: str, rank: int, size: int) -> dict[int, float]:
-        return topology.neighbour_row(name, rank, size)
+        return dict(_row(name, rank, size))
+
+
+@lru_cache(maxsize=4096)
+def _row(name: str, rank: int, size: int) -> dict[int, float]:
+    return topology.neighbour_row(name, rank, size)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from roundelay.core.events import EventLog
@@ -27,26 +27,30 @@ class Watchdog:
     def __init__(self, worker: Worker, job: Any, place: Place, events: EventLog, timeout_s: float) -> None:
         self.worker, self.job, self.place, self.events, self.timeout_s = worker, job, place, events, timeout_s
         self.dead: dict[int, str] = {}
-        self._stop = threading.Event()
+        self._end: Callable[[], None] | None = None
         self._seen: dict[int, tuple[str, float]] = {}
         self._warned_at = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"watchdog-{place.rank}", daemon=True)
+        self._blind = self._left = False
 
     def start(self) -> None:
         if self.place.size > 1:
-            self._thread.start()
+            self._end = self.place.host.watch(self._look, self.hear, BEAT_S)
 
     def stop(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self.job.store.set(f"beat/{self.place.rank}", json.dumps({"left": True}))
-            self._thread.join(5.0)
+        end, self._end = self._end, None
+        if end is not None:
+            self._left = True
+            if not self._blind:
+                self.job.store.set(f"beat/{self.place.rank}", json.dumps({"left": True}))
+            end()
 
-    def _run(self) -> None:
+    def _look(self) -> None:
+        if self._blind or self._left:
+            return
         try:
-            while not self._stop.wait(BEAT_S):
-                self.beat()
+            self.beat()
         except Exception as error:  # the store is gone: the job is ending, and the learner finds out by itself
+            self._blind = True
             self.events.write("watchdog", error=str(error).splitlines()[0])
 
     def beat(self) -> None:
@@ -62,13 +66,17 @@ class Watchdog:
                 self._seen[rank] = (sign, now)
             elif rank in self._seen and now - self._seen[rank][1] > LOST_S and not json.loads(sign or "{}").get("left"):
                 self.job.roll.report(rank, f"no sign of life for {LOST_S:.0f} s; its last: {self._describe(rank)}")
+        self.hear()
+        self._look_for_a_stall(now)
+
+    def hear(self) -> None:
+        """Takes note of who has been reported dead."""
         for rank, why in self.job.roll.dead().items():
             if rank not in self.dead:
                 self.dead[rank] = why
                 self.events.write("lost", lost=rank, why=why)
                 if self.place.rank == min(set(range(self.place.size)) - set(self.dead), default=-1):
                     print(f"roundelay: rank {rank} is lost: {why}", file=sys.stderr, flush=True)
-        self._look_for_a_stall(now)
 
     def _describe(self, rank: int) -> str:
         said = json.loads(self._seen[rank][0]) if rank in self._seen else {}
@@ -77,7 +85,7 @@ class Watchdog:
     def _look_for_a_stall(self, now: float) -> None:
         """Everybody but a few sits in communication: name those few."""
         since = self.worker.phase_since
-        if self.worker.phase != "comm" or time.perf_counter() - since < STALL_S or now - self._warned_at < STALL_S:
+        if self.worker.phase != "comm" or self.place.host.clock() - since < STALL_S or now - self._warned_at < STALL_S:
             return
         others = {r: json.loads(sign) for r, (sign, _) in self._seen.items() if r not in self.dead}
         late = sorted(r for r, said in others.items() if said.get("phase") != "comm" and not said.get("left"))
@@ -85,9 +93,9 @@ class Watchdog:
         if late and self.place.rank == min(set(range(self.place.size)) - set(self.dead) - set(late), default=-1):
             self._warned_at = now
             named = "; ".join(f"rank {r}: {self._describe(r)}" for r in late)
-            self.events.write("stall", waiting_for=late, waited_s=round(time.perf_counter() - since, 1))
+            self.events.write("stall", waiting_for=late, waited_s=round(self.place.host.clock() - since, 1))
             print(
-                f"roundelay: everybody has waited {time.perf_counter() - since:.0f} s for {named}. "
+                f"roundelay: everybody has waited {self.place.host.clock() - since:.0f} s for {named}. "
                 f"The run stops at timeout_s={self.timeout_s:.0f} and can be resumed.",
                 file=sys.stderr,
                 flush=True,

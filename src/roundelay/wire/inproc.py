@@ -24,6 +24,33 @@ from roundelay.wire.huddle import ByCollectives
 from roundelay.wire.store import LocalStore
 
 
+def weighted_mean(brought: dict[int, tuple[Tensor, float | None]]) -> Tensor:
+    """The mean of what members brought with their weights, added in rank order: the same bits wherever it is done."""
+    x, size = brought[0][0], len(brought)
+    xs = torch.stack([brought[r][0].reshape(-1) for r in range(size)])
+    given = [brought[r][1] for r in range(size)]
+    weights = torch.tensor([1.0 if weight is None else weight for weight in given], dtype=x.dtype)
+    out = torch.empty_like(xs[0])
+    kernels.ordered_sum(out, xs, weights)
+    return out.div_(weights.sum()).view_as(x)
+
+
+def plain_sum(brought: dict[int, Tensor]) -> Tensor:
+    """The sum of what members brought, added in rank order."""
+    xs = torch.stack([brought[r] for r in range(len(brought))])
+    out = torch.empty_like(xs[0])
+    kernels.ordered_sum(out, xs, torch.ones(len(brought), dtype=xs.dtype))
+    return out
+
+
+def mixed(brought: dict[int, Tensor], row: dict[int, float]) -> Tensor:
+    """One member's weighted sum over itself and its neighbours, added in rank order."""
+    members = sorted(row)
+    out = torch.empty_like(brought[members[0]])
+    kernels.mix(out, [brought[m] for m in members], [row[m] for m in members])
+    return out
+
+
 class Threads:
     """What the threads of one job share."""
 
@@ -136,37 +163,18 @@ class InprocNet:
         return _Taking(lambda: finish(take()), lambda: number in self._table.results)
 
     def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> _Taking:
-        def combine(brought: dict[int, Any]) -> Tensor:
-            xs = torch.stack([brought[r][0].reshape(-1) for r in range(self.size)])
-            weights = torch.tensor([1.0 if brought[r][1] is None else brought[r][1] for r in range(self.size)], dtype=x.dtype)
-            out = torch.empty_like(xs[0])
-            kernels.ordered_sum(out, xs, weights)
-            return out.div_(weights.sum()).view_as(x)
-
         self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
-        return self._pending((x, weight), combine, lambda result: result.clone())
+        return self._pending((x, weight), weighted_mean, lambda result: result.clone())
 
     def reduce_in_place(self, x: Tensor) -> _Taking:
-        def combine(brought: dict[int, Any]) -> Tensor:
-            xs = torch.stack([brought[r] for r in range(self.size)])
-            out = torch.empty_like(xs[0])
-            kernels.ordered_sum(out, xs, torch.ones(self.size, dtype=x.dtype))
-            return out
-
         self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
-        return self._pending(x, combine, lambda result: x.copy_(result))
+        return self._pending(x, plain_sum, lambda result: x.copy_(result))
 
     def start_mix(self, x: Tensor, row: dict[int, float]) -> _Taking:
         # The copy is taken here, since a neighbour may read it after this member has moved on.
         self._bytes += x.numel() * x.element_size() * (len(row) - 1)
 
-        def finish(brought: dict[int, Tensor]) -> Tensor:
-            members = sorted(row)
-            out = torch.empty_like(x)
-            kernels.mix(out, [brought[m] for m in members], [row[m] for m in members])
-            return out
-
-        return self._pending(x.clone(), lambda brought: dict(brought), finish)
+        return self._pending(x.clone(), lambda brought: dict(brought), lambda brought: mixed(brought, row))
 
     def cast(self, x: Tensor) -> None:
         result = self._rendezvous(x, lambda brought: brought[0].clone())()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,6 +41,9 @@ class LocalStore:
         with self._lock:
             return self._values.setdefault(key, value)
 
+    def pause(self, seconds: float, *keys: str) -> None:
+        time.sleep(seconds)
+
 
 class JobStore:
     """A store for processes, on torch's TCPStore. Nothing here blocks: a missing key is None."""
@@ -64,6 +68,9 @@ class JobStore:
         with answered():
             # compare_set with an empty expectation sets a missing key and returns what stands
             return self.tcp.compare_set(self.prefix + key, "", value).decode()
+
+    def pause(self, seconds: float, *keys: str) -> None:
+        time.sleep(seconds)
 
     def under(self, prefix: str) -> JobStore:
         """The same store, seen through a prefix: one job of several on one server."""

@@ -1,0 +1,75 @@
+"""The real host: the operating system's clock, torch's dice, threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from roundelay.core.events import EventLog
+from roundelay.train.feed import Feed
+
+T = TypeVar("T")
+
+
+class RealHost:
+    """The machine this process runs on."""
+
+    clock = staticmethod(time.perf_counter)
+
+    def stamp(self) -> str:
+        return time.strftime("%H:%M:%S")
+
+    def seed(self, number: int) -> None:
+        torch.manual_seed(number)
+
+    def dice(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_dice(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def rolling(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def compute(self, gradient: Callable[[], float], samples: int, slow: float) -> float:
+        if slow <= 1.0:
+            return gradient()
+        began = time.perf_counter()
+        loss = gradient()
+        time.sleep((slow - 1.0) * (time.perf_counter() - began))
+        return loss
+
+    def load(self, make: Callable[[], T], samples: int) -> T:
+        return make()
+
+    def ahead(self, items: Iterable[T]) -> Iterator[T]:
+        return iter(Feed(items))
+
+    def watch(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
+        stop = threading.Event()
+
+        def run() -> None:
+            while not stop.wait(every_s):
+                look()
+
+        thread = threading.Thread(target=run, name="watchdog", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            stop.set()
+            thread.join(5.0)
+
+        return end
+
+    def events(self, path: Path | None, rank: int) -> EventLog:
+        return EventLog(path, rank)
+
+    def speaks(self, rank: int) -> bool:
+        return True
