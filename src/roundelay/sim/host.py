@@ -49,10 +49,10 @@ class Pace:
         """Factors around 1, in the mean 1."""
         s = self._scatter
         if s.kind == "jitter":
-            return list(self._dice.lognormal(-0.5 * s.spread**2, s.spread, BLOCK))
+            return self._dice.lognormal(-0.5 * s.spread**2, s.spread, BLOCK).tolist()
         # a Pareto variable from 0 has the mean 1 / (tail - 1)
         excess = self._dice.pareto(s.tail, BLOCK) * (s.tail - 1)
-        return list((1 + s.spread * excess) / (1 + s.spread))
+        return ((1 + s.spread * excess) / (1 + s.spread)).tolist()
 
 
 class EventSink:
@@ -97,6 +97,10 @@ class VirtualHost:
         self._sinks = sinks if sinks is not None else {}
         self._dice: Tensor | None = None
         self.feeds: list[Any] = []
+        self.done: list[tuple[float, int]] = []
+        """(when, samples) of every gradient."""
+        self.began = 0.0
+        self.computed_s = 0.0
         self.clock = job.now
 
     def stamp(self) -> str:
@@ -129,16 +133,22 @@ class VirtualHost:
 
     def compute(self, gradient: Callable[[], float], samples: int, slow: float) -> float:
         job, now = self._job, self._world.now
-        seconds = slow * self.pace.seconds(samples, now) + job.stolen[self._rank]
+        own = slow * self.pace.seconds(samples, now)
+        seconds = own + job.stolen[self._rank]
         job.stolen[self._rank] = 0.0
         end = now + seconds
+        if not self.done:
+            self.began = now
+        self.done.append((end, samples))
+        self.computed_s += own
         job.backward[self._rank] = (end - self._backward * seconds, end)
         if job.model_bytes:
             loss = gradient()
         else:
             with self.rolling():
                 loss = gradient()
-        job.backward[self._rank] = None
+        if not job.model_bytes:  # for timing alone the gradient leaves after this call, as if it had left during it
+            job.backward[self._rank] = None
         job.sleep_until(self._rank, "compute", end)
         return loss
 

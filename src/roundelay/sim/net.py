@@ -255,7 +255,7 @@ class VirtualNet:
         for b in range(1, buckets + 1):
             share = b / buckets
             # the envelope of everybody's readiness, taken as a line between its ends
-            end = network.all_reduce(route, size / buckets, max(end, first + share * (last - first)), rounds)
+            end = network.all_reduce(route, size / buckets, first + share * (last - first), rounds)
         return end
 
     def start_mix(self, x: Tensor, row: dict[int, float]) -> Pending:
