@@ -20,6 +20,10 @@ EPILOG = {
     "list": """examples:
   roundelay list strategies
   roundelay list topologies --size 16 --json""",
+    "simulate": """examples:
+  roundelay simulate v100-8x8 strategy=hierarchical(adpsgd) steps=200
+  roundelay simulate v100-8x8 strategy=sync learners=16 batch=160 samples=33860000 epochs=16 --json
+  roundelay simulate my-cluster.toml task=examples/frames.toml strategy=adpsgd learners=4""",
     "config": """example:
   roundelay config examples/frames.toml strategy=kstep""",
     "demo": """example:
@@ -70,10 +74,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     p.add_argument("--json", action="store_true", help="print the run's figures as JSON at the end")
 
-    p = command("list", "list strategies, topologies, wires or acoustic models", run_list)
-    p.add_argument("what", choices=["strategies", "topologies", "wires", "models"])
+    p = command("list", "list strategies, topologies, wires, acoustic models or virtual clusters", run_list)
+    p.add_argument("what", choices=["strategies", "topologies", "wires", "models", "clusters"])
     p.add_argument("--size", type=int, default=8, help="learners, for the figures of topologies (default 8)")
     p.add_argument("--json", action="store_true", help="print JSON")
+
+    p = command("simulate", "train on a virtual cluster: timing alone, or a real task in virtual time", run_simulate)
+    p.add_argument("cluster", metavar="CLUSTER", help="a preset (roundelay list clusters) or a TOML file")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="strategy, learners, batch, steps, model, task, …")
+    p.add_argument("--json", action="store_true", help="print the figures as JSON at the end")
 
     p = command("config", "print the resolved settings and where each came from", run_config)
     p.add_argument("file", metavar="FILE")
@@ -114,7 +123,17 @@ def run_train(args: argparse.Namespace) -> int:
     return verbs.run_train(args)
 
 
+def run_simulate(args: argparse.Namespace) -> int:
+    from roundelay.virtual import command
+
+    return command.run_simulate(args)
+
+
 def run_list(args: argparse.Namespace) -> int:
+    if args.what == "clusters":
+        from roundelay.virtual import command
+
+        return command.run_list_clusters(args.json)
     from roundelay import verbs
 
     return verbs.run_list(args)

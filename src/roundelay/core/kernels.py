@@ -90,9 +90,10 @@ def _mix(out, a, b, c, x, y, z):  # type: ignore[no-untyped-def]
 
 
 def _host(*vectors: Tensor) -> list[np.ndarray] | None:
-    if all(v.device.type == "cpu" and v.is_contiguous() for v in vectors):
-        return [v.detach().numpy() for v in vectors]
-    return None
+    for v in vectors:
+        if not (v.is_cpu and v.is_contiguous()):
+            return None
+    return [v.detach().numpy() for v in vectors]
 
 
 def pair_average(a: Tensor, b: Tensor) -> None:

@@ -7,7 +7,6 @@ A gradient and a displacement are therefore promises: arithmetic that cannot be 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from copy import copy
 from typing import Any
 
 import torch
@@ -103,7 +102,8 @@ class Displacement(Lazy):
 
     def scaled(self, factor: float) -> Displacement:
         """The same displacement, `factor` times as long."""
-        other = copy(self)
+        other = object.__new__(type(self))  # what copy.copy does, in a fraction of its time
+        other.__dict__.update(self.__dict__)
         other.gain = self.gain * factor
         return other
 

@@ -8,9 +8,9 @@ into w. For strategies without background traffic the two are one vector.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -82,6 +82,25 @@ class _Ready:
 
     def wait(self) -> Tensor:
         return self._x
+
+
+class _Spent:
+    """A stretch of a worker's time, booked when it is over. A class, since it is entered several times per step."""
+
+    __slots__ = ("_began", "_outer", "_what", "_worker")
+
+    def __init__(self, worker: Worker, what: str) -> None:
+        self._worker, self._what = worker, what
+
+    def __enter__(self) -> None:
+        worker = self._worker
+        self._outer, worker.phase = worker.phase, self._what
+        self._began = worker.phase_since = worker.clock()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        worker = self._worker
+        worker.meter.seconds[self._what] += worker.clock() - self._began
+        worker.phase = self._outer
 
 
 class Worker:
@@ -194,16 +213,9 @@ class Worker:
         if self._history is not None:
             self._history.note(kind, self.rank, number, self.rank)
 
-    @contextmanager
-    def spent(self, what: str) -> Iterator[None]:
+    def spent(self, what: str) -> _Spent:
         """Books the time of a block under data, compute or comm."""
-        began, outer, self.phase = self.clock(), self.phase, what
-        self.phase_since = began
-        try:
-            yield
-        finally:
-            self.meter.seconds[what] += self.clock() - began
-            self.phase = outer
+        return _Spent(self, what)
 
     # -- gradient and optimizer ------------------------------------------------------------------------------------
 

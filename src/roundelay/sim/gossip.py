@@ -24,13 +24,14 @@ class VirtualPublished:
     """A vector that neighbours may read and change. One thing runs at a time, so it needs no lock; leaving it takes the time
     of the copy between host memory and the learner's device."""
 
-    __slots__ = ("_job", "_rank", "_size", "history", "vector", "version")
+    __slots__ = ("_copies", "_job", "_rank", "_size", "history", "vector", "version")
 
     def __init__(self, job: Job, rank: int, vector: Tensor) -> None:
         self._job, self._rank = job, rank
         self.vector = vector.detach().clone()
         self.history = self.version = 0
         self._size = job.bytes_of(vector)
+        self._copies = job.network.copies
 
     def locked(self) -> VirtualPublished:
         return self
@@ -39,8 +40,8 @@ class VirtualPublished:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        end = self._job.network.device_copy(self._rank, self._size, self._job.world.now)
-        if kind is None:
+        if self._copies and kind is None:
+            end = self._job.network.device_copy(self._rank, self._size, self._job.world.now)
             self._job.sleep_until(self._rank, "copy", end)
 
     def count(self, writes: int = 0) -> tuple[int, int]:

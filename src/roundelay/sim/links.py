@@ -47,6 +47,8 @@ class Network:
         self._memory_s = 1 / (cluster.memory.gb_per_s * 1e9)
         self._device_s = 1 / (cluster.memory.device_gb_per_s * 1e9)
         self._meeting_s = 1 / (cluster.memory.meeting_gb_per_s * 1e9)
+        self.copies = self._device_s > 0.0
+        """Whether the way between devices and host memory takes time."""
         self.bytes_between = 0.0
         self.bytes_inside = 0.0
 
@@ -122,8 +124,6 @@ class Network:
 
     def device_copy(self, rank: int, size: float, now: float) -> float:
         """When a vector has gone from host memory to the learner's device or back."""
-        if self._device_s == 0.0:
-            return now
         end = now + size * self._device_s
         return max(end, self._through_memory(rank, size, now))
 

@@ -22,9 +22,9 @@ from roundelay.train.options import Options
 from roundelay.train.place import Place
 
 STATE_VECTORS = {"sgd": 1, "adam": 2, "adamw": 2}
-RECORDS = 100
+RECORDS = 50
 """Records per learner, where nobody says how often."""
-MOST_RECORDS = 20_000
+MOST_RECORDS = 4_000
 SPANS_PER_LEARNER = 80
 DRAWN = 64
 """Learners whose beginning is kept for drawing."""

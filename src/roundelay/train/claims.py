@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from roundelay.core.net import Store
@@ -95,7 +95,7 @@ class Race:
         store: Store,
         holes: Sequence[Span] = (),
         stays: bool = True,
-        lost: Callable[[], Iterable[int]] = tuple,
+        lost: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """`stays`: a learner without work waits for what the dead may leave; `lost`: who is dead by now."""
         self.dealt, self.store, self.stays, self._lost = dealt, store, stays, lost
@@ -117,7 +117,10 @@ class Race:
 
     def _bury(self) -> None:
         """Leases of the dead go back; exactly one of the living sees to it."""
-        for rank in set(self._lost()) - self.dead:
+        lost = self._lost()
+        if not lost:
+            return
+        for rank in set(lost) - self.dead:
             self.dead.add(rank)
             if self.store.add(f"lease-taken-back/{rank}", 1) == 1:
                 for span in json.loads(self.store.get(f"lease/{rank}") or "[]"):

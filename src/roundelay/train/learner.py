@@ -237,7 +237,7 @@ class Learner:
         self.position = first
         race = self.strategy.traits.claims == "race"
         survives = self.strategy.traits.survives_death
-        self.claims = Race(dealt, self.job.store, holes, survives, lambda: list(self.watchdog.dead)) if race else Turn(dealt)
+        self.claims = Race(dealt, self.job.store, holes, survives, lambda: self.watchdog.dead) if race else Turn(dealt)
         return self.claims
 
     # -- for people with a loop of their own -----------------------------------------------------------------------
