@@ -194,7 +194,9 @@ class Reader:
 
     def make(self, c: Command) -> None:
         """The target exists; what continuous integration runs anyway is not run here."""
-        shown = subprocess.run(["make", "-n", "-C", str(ROOT), *shlex.split(c.text)[1:]], capture_output=True, text=True, timeout=60)
+        shown = subprocess.run(
+            ["make", "-n", "-C", str(ROOT), *shlex.split(c.text)[1:]], capture_output=True, text=True, timeout=60
+        )
         assert shown.returncode == 0, f"{c.where}: {shown.stderr}"
 
 
@@ -205,7 +207,9 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     return Reader(tmp_path_factory.mktemp("pages"))
 
 
-WITH_SOMETHING_TO_RUN = [p.name for p in TAKEN if any(is_run(c) for c in p.commands) or any(b.language == "python" for b in p.blocks)]
+WITH_SOMETHING_TO_RUN = [
+    p.name for p in TAKEN if any(is_run(c) for c in p.commands) or any(b.language == "python" for b in p.blocks)
+]
 
 
 @pytest.mark.dist
@@ -242,7 +246,9 @@ def test_the_slurm_script_on_one_machine(tmp_path: Path) -> None:
     box.write("bin/srun", '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nSLURM_NODEID=0 exec "$@"\n')
     for name in ("scontrol", "srun"):
         (box.folder / "bin" / name).chmod(0o755)
-    variables = f"SLURM_NNODES=1 SLURM_JOB_NAME=try SLURM_JOB_ID=$((PORT - 20000)) SLURM_JOB_NODELIST=x SLURM_SUBMIT_DIR={box.folder}"
+    variables = (
+        f"SLURM_NNODES=1 SLURM_JOB_NAME=try SLURM_JOB_ID=$((PORT - 20000)) SLURM_JOB_NODELIST=x SLURM_SUBMIT_DIR={box.folder}"
+    )
     ended = box.run(f"PATH=$PWD/bin:$PATH {variables} bash train.sbatch")
     assert ended.code == 0, ended.all
     assert (box.folder / "runs" / "try" / "model.safetensors").exists()

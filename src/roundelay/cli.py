@@ -29,6 +29,9 @@ EPILOG = {
     "config": """examples:
   roundelay config examples/frames.toml strategy=kstep
   roundelay config recipes/spoken train.learners=4""",
+    "replay": """example:
+  roundelay train examples/frames.toml strategy=adpsgd learners=2 record=true run=runs/r1
+  roundelay replay runs/r1""",
     "bench": """examples:
   roundelay bench throughput --quick
   roundelay bench overhead --json
@@ -100,6 +103,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     p.add_argument("--json", action="store_true", help="print JSON")
 
+    p = command("replay", "do a recorded asynchronous run again, event by event, and compare the weights", run_replay)
+    p.add_argument("run", metavar="RUN", help="the directory of a run that was trained with record=true")
+    p.add_argument("--json", action="store_true", help="print JSON")
+
     p = command("check", "will a run work here, and what would it use? Alone, with learners=N, or under torchrun", run_check)
     p.add_argument("overrides", nargs="*", metavar="key=value", help="as for a run: learners, host, port, run, device")
     p.add_argument("--json", action="store_true", help="print JSON")
@@ -155,6 +162,12 @@ def run_config(args: argparse.Namespace) -> int:
     from roundelay import verbs
 
     return verbs.run_config(args)
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    from roundelay import verbs
+
+    return verbs.run_replay(args)
 
 
 def run_check(args: argparse.Namespace) -> int:

@@ -60,6 +60,7 @@ class Settings(Options):
     port: int = 0  # of the job's store; 0: the system chooses
     progress: str = "auto"  # auto, rich, plain, none
     tensorboard: bool = True  # write the run's figures for TensorBoard, too
+    record: bool = False  # note the order of events down, so that roundelay replay can do an asynchronous run again
 
 
 CHOICES = {
@@ -249,3 +250,16 @@ def build_task(resolved: Resolved) -> Any:
 def engine(settings: Settings) -> Options:
     """The part of the settings that the engine takes."""
     return Options(**{f.name: getattr(settings, f.name) for f in fields(Options)})
+
+
+INCIDENTAL = frozenset(
+    {"run", "resume", "keep", "evaluate", "save_every_epochs", "slow", "timeout_s", "log_every_s", "host", "port", "progress"}
+    | {"record", "wire", "device", "learners"}
+)
+"""Settings that leave no trace in the weights, once the order of events is known."""
+
+
+def identity(settings: Settings) -> dict[str, Any]:
+    """The settings that decide what a run computes: two runs that differ in one of them are different runs."""
+    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in INCIDENTAL}
+    return dict(json.loads(json.dumps(plain)))

@@ -96,6 +96,7 @@ def plan_of(settings: config.Settings, run: Path | None) -> Plan:
         tensorboard=settings.tensorboard,
         loaders=settings.loaders,
         loader=settings.loader,
+        record=config.identity(settings) if settings.record else None,
     )
 
 
@@ -156,6 +157,42 @@ def _show(result: dict[str, Any], run: Path | None, as_json: bool) -> None:
     rate = sum(r["samples_per_s"] for r in ranks.values()) if ranks else result["samples_per_s"]
     held_out = "  ".join(f"{k} {v:.4f}" for k, v in figures.items())
     print(f"done: {held_out}  {rate:.0f} samples/s" + (f"  run: {run}" if run else ""), flush=True)
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    """Does a recorded run again and says whether the weights are the same."""
+    from roundelay.progress import Progress
+    from roundelay.sim.replay import replay
+
+    run = Path(args.run)
+    if not (run / "config.toml").is_file():
+        raise UsageError("this is no run directory: it has no config.toml", where=str(run), do="give the run=… of a training")
+    resolved = config.load(run / "config.toml")
+    config.search_beside(resolved)
+    settings = resolved.settings
+    progress = Progress("none" if args.json else "auto")
+    try:
+        found = replay(
+            run, config.build_task(resolved), config.engine(settings), plan_of(settings, None), config.identity(settings),
+            lambda events, of: progress.step(events, of, {}),
+        )  # fmt: skip
+    finally:
+        progress.close()
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    how = f"{found['steps']} steps of {found['learners']} learners, {found['events']} events"
+    if found["equal"]:
+        print(f"replayed {how}: every learner's last weights are the same, bit for bit")
+    else:
+        apart = f"{found['largest_difference']:.3g} (largest weight {found['largest_weight']:.3g})"
+        print(f"replayed {how}: the weights differ by at most {apart}")
+    if "average_difference" in found:
+        print(f"the average model differs from the saved one by at most {found['average_difference']:.3g}")
+    return 0
 
 
 # -- list and config ---------------------------------------------------------------------------------------------------

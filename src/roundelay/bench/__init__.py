@@ -5,6 +5,11 @@ BENCHES = {
     "network": "roundelay.bench.network",
     "overhead": "roundelay.bench.overhead",
     "learning": "roundelay.bench.learning",
+    "shapes": "roundelay.bench.shapes",
+    "stragglers": "roundelay.bench.stragglers",
+    "ksteps": "roundelay.bench.ksteps",
+    "theory": "roundelay.bench.theory",
+    "batches": "roundelay.bench.batches",
     "speech": "roundelay.recipe.strategies",
     "road": "roundelay.recipe.road",
 }

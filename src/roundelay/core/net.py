@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from roundelay.core.history import History
+
 
 class Matching(Protocol):
     """Who meets whom in which round."""
@@ -48,9 +50,6 @@ class Store(Protocol):
 
     def claim(self, key: str, value: str) -> str:
         """Sets the key if nobody has; returns the value that stands."""
-
-    def pause(self, seconds: float, *keys: str) -> None:
-        """Between two looks at these keys: sleeps so long; in virtual time, until one of them is written."""
 
     def pause(self, seconds: float, *keys: str) -> None:
         """Between two looks at these keys: sleeps so long; in virtual time, until one of them is written."""
@@ -159,6 +158,9 @@ class Net(Protocol):
 
     def get(self, peer: int, out: Tensor) -> int:
         """One-sided: out <- peer's published vector. Returns its version."""
+
+    def record(self, history: History) -> None:
+        """From now on everything this member and its agent do to published vectors is noted down."""
 
     def part(self, ranks: Sequence[int], name: str) -> Net | None:
         """Rendezvous of the whole group: a net among these members (None for others)."""

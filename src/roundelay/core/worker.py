@@ -18,6 +18,7 @@ from torch import Tensor
 
 from roundelay.core.buckets import Buckets
 from roundelay.core.flat import Flat
+from roundelay.core.history import History, Kind
 from roundelay.core.lazy import Displacement, Gradient, Vector, solid
 from roundelay.core.net import Gossip, Huddle, Matching, Net, Pending, Published
 
@@ -138,6 +139,7 @@ class Worker:
         self.published: Published | None = net.publish(flat.phi) if published else None
         self._read_version = self._phi_version = self.published.version if self.published else 0
         self._peer_version: dict[int, int] = {}
+        self._history: History | None = None
         self._g: Tensor | None = None
         self._buckets: Buckets | None = None
 
@@ -201,6 +203,16 @@ class Worker:
         if self._huddle is not None and self._huddle.slot is not None and self.leads:
             self.flat.live_in(torch.empty_like(self.flat.phi))
 
+    def record(self, history: History) -> None:
+        """From now on what happens to published vectors is noted down."""
+        if self.published is not None:
+            self._history = history
+            self.net.record(history)
+
+    def _note(self, kind: Kind, number: int) -> None:
+        if self._history is not None:
+            self._history.note(kind, self.rank, number, self.rank)
+
     def spent(self, what: str) -> _Spent:
         """Books the time of a block under data, compute or comm."""
         return _Spent(self, what)
@@ -212,7 +224,8 @@ class Worker:
         if self.published is None:
             return
         with self.published.locked():
-            _, version = self.published.count()
+            number, version = self.published.count()
+            self._note(Kind.READ, number)
             if version != self._phi_version:
                 self.flat.phi.copy_(self.published.vector)
             self._phi_version = self._read_version = version
@@ -317,7 +330,8 @@ class Worker:
                 self.flat.phi.add_(solid(d))
             return
         with self.spent("update"), published.locked():
-            _, version = published.count(writes=1)
+            number, version = published.count(writes=1)
+            self._note(Kind.MOVE, number)
             stale = version - 1 - self._read_version
             if isinstance(d, Displacement) and self.flat.device.type == "cpu":
                 d.move(published.vector, self.flat.phi, stale == 0)
@@ -335,8 +349,18 @@ class Worker:
             self.flat.phi.copy_(solid(x))
             return
         with self.spent("update"), published.locked():
-            published.count(writes=1)
+            number, _ = published.count(writes=1)
+            self._note(Kind.PLACE, number)
             published.vector.copy_(solid(x))
+
+    def last(self) -> Tensor:
+        """A copy of w for the closing average, one whole version of it."""
+        if self.published is None:
+            return self.w.clone()
+        with self.published.locked():
+            number, _ = self.published.count()
+            self._note(Kind.LAST, number)
+            return self.published.vector.clone()
 
     # -- rendezvous ------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from roundelay.core.history import History
 from roundelay.core.net import Matching, Pending, Published
-from roundelay.errors import PeerLost
+from roundelay.errors import PeerLost, UsageError
 from roundelay.sim.gossip import Meetings, Ring, VirtualPublished
 from roundelay.sim.job import Job
 from roundelay.sim.links import Route
@@ -334,6 +335,13 @@ class VirtualNet:
         return version
 
     # -- the rest ------------------------------------------------------------------------------------------------------
+
+    def record(self, history: History) -> None:
+        raise UsageError(
+            "a run in virtual time is not recorded: it repeats itself to the bit",
+            where="record",
+            do="leave record out, and run it again with the same seed",
+        )
 
     def part(self, ranks: Sequence[int], name: str) -> VirtualNet | None:
         if self.rank not in ranks:

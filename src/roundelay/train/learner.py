@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from roundelay import strategy as strategies
 from roundelay.core.events import EventLog
 from roundelay.core.flat import Flat
+from roundelay.core.history import History
 from roundelay.core.task import epoch_order
 from roundelay.core.traits import Strategy
 from roundelay.core.worker import Share, Worker
@@ -96,6 +97,8 @@ class Learner:
         self._own_loader = False
         self._has_schedule = options.schedule != "constant" or options.warmup_epochs > 0
         self._left = self._finished = False
+        self.history: History | None = None
+        self._brought: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -107,6 +110,11 @@ class Learner:
         return self.place.size
 
     # -- life ------------------------------------------------------------------------------------------------------
+
+    def record(self, history: History) -> None:
+        """From now on, before the start, the order of events is noted down; so that they can be done again in that order."""
+        self.history = history
+        self.worker.record(history)
 
     def start(self, **about: Any) -> None:
         """`about`: what else a report should know of this run."""
@@ -157,6 +165,8 @@ class Learner:
                 self.worker.meetings.finish()
         self.recorder.record()
         mean = self.closing_mean()
+        if self.history is not None:
+            self.history.close(self._brought)  # all have come to the closing mean: nobody adds to anybody any more
         self.flat.phi.copy_(mean)
         return self.flat.phi
 
@@ -164,8 +174,10 @@ class Learner:
         """The mean of the living workers' w, on every learner; their buffers become the mean of their buffers."""
         worker = self.worker
         if self.place.size == 1:
-            return worker.w.clone()
-        mean = worker.w.clone()
+            return worker.last()
+        mean = worker.last()
+        if self.history is not None and worker.leads:
+            self._brought = mean.clone()
         buffers = self.flat.buffer_vector()
         if worker.leads and worker.size > 1:
             net = worker.net

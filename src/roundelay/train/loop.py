@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from roundelay.core.history import History
 from roundelay.core.task import Task
 from roundelay.errors import DataError, Interrupted, PeerLost, UsageError, nearest
 from roundelay.feed.device import Carrier
@@ -61,6 +62,8 @@ class Plan:
     loaders: int = 1
     loader: str = "thread"
     about: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] | None = None
+    """Note the order of events down, so that `roundelay replay` can do them again: what the record is to say of the run."""
     on_step: Callable[[Learner], None] | None = None
     """Called after every step: for benchmarks that look over the learner's shoulder."""
 
@@ -144,6 +147,7 @@ class Run:
             batches = self._batches()
             total = round(plan.epochs * self.task.samples)
             first, holes = self._resume()
+            self._record(first, total, batches)
             self.scribe.start(first)
             learner.start(batches=batches, first=first, total=total, samples=self.task.samples)
             if self.checkpoints is not None:
@@ -204,6 +208,11 @@ class Run:
             if claim.share.position >= next_save:
                 # race: others' work has crossed the line
                 next_save = self._save_at(next_save, every, claim.share.position)
+            if learner.history is not None:
+                share = claim.share
+                learner.history.step(
+                    claim.epoch, claim.start, claim.stop, share.own, share.samples, share.round_samples, share.position
+                )
             learner.advance(claim.share, self._compute(batch), claim.span)
             if learner.strategy.traits.claims == "turn" and next_save <= claim.span[1] < total:
                 next_save = self._save_at(next_save, every, claim.span[1])
@@ -374,6 +383,34 @@ class Run:
         first, holes = self.checkpoints.restore(path)
         self.say(f"resuming from {path.name}: {first} samples are done")
         return first, holes
+
+    def _record(self, first: int, total: int, batches: list[int]) -> None:
+        plan, place = self.plan, self.place
+        if plan.record is None:
+            return
+        if plan.run is None:
+            raise UsageError("a record needs a run directory", where="record", do="set run=DIR")
+        if first > 0:
+            raise UsageError(
+                "a record begins with its run, and this one is resumed",
+                where=f"record=true, resume={plan.resume}",
+                do="set record=false, or start anew with another run=…",
+            )
+        card = {
+            "format": 1,
+            "size": place.size,
+            "machines": place.machines,
+            "leaders": self.learner.leaders,
+            "device": place.device.type,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "parameters": self.learner.flat.phi.numel(),
+            "samples": self.task.samples,
+            "total": total,
+            "batches": batches,
+            "settings": plan.record,
+        }
+        self.learner.record(History(plan.run, place.rank, card))
 
     def _batches(self) -> list[int]:
         """Every rank's batch size."""

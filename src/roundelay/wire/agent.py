@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from roundelay.core import kernels
+from roundelay.core.history import History
+from roundelay.core.history import Kind as Noted
 from roundelay.core.net import Matching
 from roundelay.errors import PeerLost, RoundelayError
 from roundelay.wire.board import DONE, ENTERED, HISTORY, VERSION, Board, OnBoard, drain
@@ -50,6 +52,7 @@ class Agent:
     ) -> None:
         self.rank, self.size, self.board, self.published = board.rank, size, board, published
         self.dead: set[int] = set()
+        self.history: History | None = None
         self.round = 0
         self.entered = -1
         self.error: BaseException | None = None
@@ -119,6 +122,7 @@ class Agent:
             link.peer = peer
             self._links[peer] = link
         else:
+            link.caller = -1 - peer
             self._callers.append(link)
 
     def gossip(self, matching: Matching, gradients_per_meeting: float) -> None:
@@ -289,7 +293,8 @@ class Agent:
     def _arrived(self, link: AnyLink, arrival: Arrival) -> None:
         if arrival.kind is Kind.GET:
             with self.published.locked():
-                _, version = self.published.count()
+                number, version = self.published.count()
+                self._note(Noted.GET, number, link.caller)
                 copy = self.published.vector.clone()
             link.send(Kind.ANSWER, version, bytes_of(copy))
         elif arrival.kind is Kind.ADD:
@@ -297,9 +302,14 @@ class Agent:
                 self._service = torch.empty_like(self.published.vector)
             link.read_payload(bytes_of(self._service))
             with self.published.locked():
-                _, version = self.published.count(writes=1)
+                number, version = self.published.count(writes=1)
+                self._note(Noted.ADD, number, link.caller)
                 self.published.vector.add_(self._service)
             link.send(Kind.ANSWER, version - 1)
+
+    def _note(self, kind: Noted, number: int, actor: int, round: int = -1) -> None:
+        if self.history is not None:
+            self.history.note(kind, self.rank, number, actor, round)
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -358,7 +368,8 @@ class Agent:
                 self._snapshot = torch.empty_like(self.published.vector)
                 self._received = torch.empty_like(self.published.vector)
             with self.published.locked():
-                self.published.count()
+                number, _ = self.published.count()
+                self._note(Noted.SNAPSHOT, number, partner, self.round)
                 self._snapshot.copy_(self.published.vector)
             self._links[partner].send(Kind.MEET, self.round, bytes_of(self._snapshot))
             self._received_in = -1
@@ -374,7 +385,7 @@ class Agent:
         partner = self._open
         assert partner is not None
         if partner in self._links:
-            return self._try_to_close_remote(self._links[partner])
+            return self._try_to_close_remote(self._links[partner], partner)
         if partner in self.board.here and int(self.board.header(self.rank)[DONE]) == self.round:
             self._close(met=True)
             return True
@@ -386,7 +397,7 @@ class Agent:
             return self._meet_in_place(partner)
         return False
 
-    def _try_to_close_remote(self, link: AnyLink) -> bool:
+    def _try_to_close_remote(self, link: AnyLink, partner: int) -> bool:
         assert self._snapshot is not None
         assert self._received is not None
         if link.error:
@@ -406,7 +417,8 @@ class Agent:
             return False
         self._note_distance(self._snapshot, self._received)
         with self.published.locked():
-            self.published.count(writes=1)
+            number, _ = self.published.count(writes=1)
+            self._note(Noted.HALF, number, partner, self.round)
             kernels.add_half_difference(self.published.vector, self._received, self._snapshot)
         self._close(met=True)
         return True
@@ -427,6 +439,9 @@ class Agent:
                 header[HISTORY] += 1
                 header[VERSION] += 1
                 header[DONE] = self.round
+            if self.history is not None:
+                self.history.note(Noted.MEET, self.rank, int(mine[HISTORY]), partner, self.round)
+                self.history.note(Noted.MEET, partner, int(theirs[HISTORY]), self.rank, self.round)
         self.board.wake(partner)
         return True
 

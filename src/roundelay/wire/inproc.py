@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roundelay.core import kernels
+from roundelay.core.history import History, Kind
 from roundelay.core.net import Matching, Published
 from roundelay.errors import PeerLost
 from roundelay.wire.agent import Agent
@@ -143,6 +144,7 @@ class InprocNet:
         self._table = threads.table(name, self.size)
         self._number = 0
         self._agent: Agent | None = None
+        self._history: History | None = None
         self._bytes = 0
 
     def living(self) -> list[int]:
@@ -197,6 +199,7 @@ class InprocNet:
     def gossip(self, published: Published, matching: Matching, gradients_per_meeting: float) -> Meetings:
         assert isinstance(published, OnBoard)
         self._agent = Agent(published, self._board, self.size, b"", None, lambda r, why: self.roll.report(self.ranks[r], why))
+        self._agent.history = self._history
         self._agent.start()
         self._agent.gossip(matching, gradients_per_meeting)
         return Meetings(self._agent, self.roll, self.ranks, self.rank, self.name, self._threads.timeout_s, self.store)
@@ -204,7 +207,9 @@ class InprocNet:
     def add(self, peer: int, d: Tensor) -> int:
         theirs = OnBoard(self._board, peer)
         with theirs.locked():
-            _, version = theirs.count(writes=1)
+            number, version = theirs.count(writes=1)
+            if self._history is not None:
+                self._history.note(Kind.ADD, peer, number, self.rank)
             theirs.vector.add_(d)
         self._bytes += d.numel() * d.element_size()
         return version - 1
@@ -212,9 +217,14 @@ class InprocNet:
     def get(self, peer: int, out: Tensor) -> int:
         theirs = OnBoard(self._board, peer)
         with theirs.locked():
-            _, version = theirs.count()
+            number, version = theirs.count()
+            if self._history is not None:
+                self._history.note(Kind.GET, peer, number, self.rank)
             out.copy_(theirs.vector)
         return version
+
+    def record(self, history: History) -> None:
+        self._history = history
 
     def part(self, ranks: Sequence[int], name: str) -> InprocNet | None:
         if self.rank not in ranks:

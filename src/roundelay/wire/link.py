@@ -52,6 +52,7 @@ class AnyLink(Protocol):
     the agent offers a buffer for it, and until then nothing behind it is read."""
 
     peer: int | None
+    caller: int
     sent_bytes: int
     sending: int
     error: str
@@ -87,6 +88,8 @@ class Link:
         tune(sock)
         self.sock, self._sender = sock, sender
         self.peer: int | None = None
+        self.caller = -1
+        """Who calls for one-sided verbs on this connection; -1 on a partner's."""
         self.sent_bytes = 0
         self.sending = 0
         """Messages handed to the sender and not yet gone."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from roundelay.core import kernels
+from roundelay.core.history import History
 from roundelay.core.net import Huddle, Matching, Published
 from roundelay.errors import PeerLost
 from roundelay.wire.agent import Agent, bytes_of
@@ -55,6 +56,7 @@ class MpiLink:
 
     def __init__(self, net: MpiNet, peer: int, *, caller: bool) -> None:
         self.peer: int | None = None if caller else peer
+        self.caller = -1
         self.sent_bytes = self.sending = 0
         self.error = ""
         self.waiting: Arrival | None = None
@@ -325,6 +327,10 @@ class MpiNet:
         if host.data_ptr() != out.data_ptr():
             out.copy_(host)
         return version
+
+    def record(self, history: History) -> None:
+        assert self._agent is not None
+        self._agent.history = history
 
     def _published(self) -> OnBoard:
         assert self._board is not None

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from roundelay.core import kernels
+from roundelay.core.history import History, Kind
 from roundelay.core.net import Huddle, Matching, Published
 from roundelay.errors import PeerLost
 from roundelay.wire.agent import Agent, bytes_of
@@ -77,6 +78,7 @@ class ProcessNet:
         self._group = self._make_group()
         self._board: Board | None = None
         self._agent: Agent | None = None
+        self._history: History | None = None
         self._huddle: SharedHuddle | None = None
         self._callers: dict[int, Caller] = {}
         self._bytes = 0
@@ -256,7 +258,9 @@ class ProcessNet:
         if peer in self._board.here:
             theirs = OnBoard(self._board, peer)
             with theirs.locked():
-                _, version = theirs.count(writes=1)
+                number, version = theirs.count(writes=1)
+                if self._history is not None:
+                    self._history.note(Kind.ADD, peer, number, self.rank)
                 theirs.vector.add_(d)
             return version - 1
         self._bytes += d.numel() * d.element_size()
@@ -267,10 +271,16 @@ class ProcessNet:
         if peer in self._board.here:
             theirs = OnBoard(self._board, peer)
             with theirs.locked():
-                _, version = theirs.count()
+                number, version = theirs.count()
+                if self._history is not None:
+                    self._history.note(Kind.GET, peer, number, self.rank)
                 out.copy_(theirs.vector)
             return version
         return self._remote(peer).get(bytes_of(out))
+
+    def record(self, history: History) -> None:
+        assert self._agent is not None
+        self._history = self._agent.history = history
 
     # -- parts and end ---------------------------------------------------------------------------------------------
 

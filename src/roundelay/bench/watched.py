@@ -1,0 +1,142 @@
+"""Learning in virtual time, watched from above: all learners are in one process, so their mean can be judged at any moment.
+
+Looking costs no virtual time: it is the observer's computer that judges, not the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundelay.core.flat import Flat
+from roundelay.errors import DataError
+from roundelay.sim.cluster import Cluster
+from roundelay.sim.simulate import Outcome, simulate_task
+from roundelay.train.learner import Learner, innermost
+from roundelay.train.loop import Plan
+from roundelay.train.options import Options
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen at one moment."""
+
+    time_s: float
+    samples: int
+    loss: float
+    spread: float
+    """Root of the mean squared distance of a learner from the mean, over the norm of the mean."""
+
+
+class Watch:
+    """Looks at the mean of all learners every so many global samples, with a function of its own."""
+
+    def __init__(self, every: int, see: Callable[[float, int, Tensor, float], None]) -> None:
+        self.every, self._see, self._next = every, see, every
+        self.learners: dict[int, Learner] = {}
+
+    def __call__(self, learner: Learner) -> None:
+        self.learners[learner.rank] = learner
+        if learner.position >= self._next:
+            self._next = (learner.position // self.every + 1) * self.every
+            self._see(learner.place.host.clock(), learner.position, *self.mean())
+
+    def mean(self) -> tuple[Tensor, float]:
+        """The mean model, and how far learners are from it in proportion."""
+        rows = torch.stack([one.worker.w for one in self.learners.values() if one.worker.leads])
+        mean = rows.mean(0)
+        return mean, float((rows - mean).norm(dim=1).square().mean().sqrt() / (mean.norm() + 1e-12))
+
+
+@dataclass
+class Learned:
+    """A run and what was seen on the way."""
+
+    outcome: Outcome | None
+    """None: it diverged."""
+    looks: list[Look]
+    averages: int
+    loss: float
+
+    @property
+    def diverged(self) -> bool:
+        return self.outcome is None
+
+
+def learn(cluster: Cluster, task: Any, options: Options, plan: Plan, looks: int = 12, seed: int = 0) -> Learned:
+    """Trains a task in virtual time and judges the mean model on the way and at the end."""
+    seen: list[Look] = []
+    judge = Flat(task.build())
+
+    def see(time_s: float, samples: int, mean: Tensor, spread: float) -> None:
+        judge.phi.copy_(mean)
+        with torch.no_grad():
+            total, count = task.evaluate(judge.module.eval(), 0, 1)["loss"]
+        seen.append(Look(time_s, samples, total / count, spread))
+
+    watch = Watch(max(1, round(plan.epochs * task.samples / looks)), see)
+    plan = replace(plan, on_step=watch, evaluate=True, progress="none", save_every_epochs=1e9)
+    try:
+        outcome = simulate_task(cluster, task, options, plan, seed=seed)
+    except DataError:  # the loss is not a number any more: that is a result
+        return Learned(None, seen, 0, float("inf"))
+    strategy: Any = innermost(next(iter(watch.learners.values())).strategy)
+    assert outcome.figures is not None
+    return Learned(outcome, seen, averages_of(strategy, outcome), outcome.figures["loss"])
+
+
+def averages_of(strategy: Any, outcome: Outcome) -> int:
+    """How often the learners met, or averaged, in the run: what communication was spent on."""
+    steps = outcome.steps // max(outcome.learners, 1)
+    if hasattr(strategy, "adaptive") and strategy.adaptive:
+        return int(strategy.averages)
+    if hasattr(strategy, "K"):
+        return steps // int(strategy.K)
+    return steps
+
+
+class Kept:
+    """Results of a long table in a file, line by line: what is there is not run again."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.rows: dict[str, Any] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                self.rows[row["key"]] = row["value"]
+
+    def get(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self.rows:
+            self.rows[key] = make()
+            if self._path is not None:
+                with open(self._path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"key": key, "value": self.rows[key]}) + "\n")
+        return self.rows[key]
+
+
+def say(text: str) -> None:
+    """Progress, beside the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def one_thread() -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table for people."""
+
+    def cell(x: Any) -> str:
+        return "-" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x)
+
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(map(cell, row)) + " |" for row in rows])
