@@ -20,12 +20,13 @@ from roundelay.asr.align import Alignments
 from roundelay.asr.features import from_spec
 from roundelay.asr.masking import Masks
 from roundelay.asr.model import AcousticModel, ModelShape, preset_shape
-from roundelay.asr.store import PastedStore, Stream
+from roundelay.asr.store import FeatureStore, PastedStore, Stream
+from roundelay.asr.warping import Warp
 from roundelay.errors import DataError, UsageError
 
 VALIDATION_FRAMES = 8_000
 """Frames of a validation batch: small enough for any machine, large enough to be fast."""
-MASK_DICE = 0x3A5C
+MASK_DICE, WARP_DICE = 0x3A5C, 0x7E47
 CACHE_FRAMES = 400_000
 """Frames kept ready in memory (120 dimensions: 200 MB); beyond that features are read again when needed."""
 
@@ -36,6 +37,7 @@ class FrameTask:
     features, alignments   folders written by `roundelay prepare` and `roundelay align` (features may be pasted: "a.scp+b.scp")
     valid_features, valid_alignments   the same of held-out speakers
     mask_mels, mask_frames   widest band and longest stretch that is hidden from the network while it learns; 0: none
+    warp                   frequencies are stretched by up to this share while it learns, such as 0.1; 0: not
     model                  a preset; layers, hidden, bottleneck, dropout change it; inputs and outputs follow from the data
     """
 
@@ -55,6 +57,7 @@ class FrameTask:
         dropout: float | None = None,
         mask_mels: int = 0,
         mask_frames: int = 0,
+        warp: float = 0.0,
         valid_utterances: int = 200,
     ) -> None:
         self.seed, self.window, self.margin = seed, window, margin
@@ -73,6 +76,7 @@ class FrameTask:
             **{name: value for name, value in changes.items() if value is not None},
         )
         self._masks = self._make_masks(mask_mels, mask_frames)
+        self._warp = self._make_warp(warp)
         self._order: tuple[int, np.ndarray] | None = None
         self._cache: dict[str, np.ndarray] = {}
         self._cached_frames = 0
@@ -89,6 +93,18 @@ class FrameTask:
             )
         return Masks(mels, frames, static)
 
+    def _make_warp(self, widest: float) -> Warp | None:
+        if not widest:
+            return None
+        if not isinstance(self._features, FeatureStore) or not 0 < widest < 0.5:
+            raise UsageError(
+                f"warp = {widest:g} does not fit these features",
+                where=self._features.name,
+                do="give a share below 0.5; only log-mels made here can be warped",
+            )
+        of = self._features.options
+        return Warp(widest, int(of["rate"]), int(of["mels"]), float(of["low_hz"]), float(of["high_hz"]))
+
     @property
     def samples(self) -> int:
         return len(self.windows)
@@ -101,9 +117,10 @@ class FrameTask:
             self._order = (epoch, chunks.order(self.seed, epoch, self.samples))
         chosen = self._order[1][start:stop]
         x, y = chunks.gather(self.windows, chosen, self.ids, self, self._targets, self.margin)
-        if self._masks is not None:
-            for row, window in enumerate(chosen):  # a function of (seed, epoch, window), whoever trains on it
-                self._masks.apply(x[row], np.random.default_rng([self.seed, MASK_DICE, epoch, int(window)]))
+        for change, dice in ((self._warp, WARP_DICE), (self._masks, MASK_DICE)):
+            if change is not None:
+                for row, window in enumerate(chosen):  # a function of (seed, epoch, window), whoever trains on it
+                    change.apply(x[row], np.random.default_rng([self.seed, dice, epoch, int(window)]))
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
