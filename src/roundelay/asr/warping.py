@@ -1,5 +1,5 @@
-"""Vocal tracts of other lengths while training: every sample is heard with its frequencies stretched by a factor drawn anew, so
-that a network learns the words and not the throats of the few who said them. After Jaitly and Hinton 2013 (VTLP), on log-mels."""
+"""Vocal tracts of other lengths while training: every sample is heard with its frequencies stretched by a factor drawn anew,
+so that a network learns the words and not the throats of the few who said them. After Jaitly and Hinton 2013 (VTLP)."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Network:
     """Widest band of mels hidden from the network while it learns: for small corpora."""
     mask_frames: int = 0
     warp: float = 0.0
-    """Frequencies are stretched by up to this share while the network learns, as by throats of other lengths: for few speakers."""
+    """Frequencies are stretched by up to this share while it learns, as by throats of other lengths: for few speakers."""
 
 
 @dataclass(frozen=True)
