@@ -1,4 +1,4 @@
-"""What a network learns from besides the recordings themselves: masked features, other speeds."""
+"""What a network learns from besides the recordings themselves: masked and warped features, other speeds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from roundelay.asr.align import write_states
 from roundelay.asr.audio import read_audio
 from roundelay.asr.corpus import Corpus, Utterance
+from roundelay.asr.fbank import add_deltas, log_mel
 from roundelay.asr.features import FeatureOptions, extract
 from roundelay.asr.masking import Masks
 from roundelay.asr.speeds import at_other_speeds
 from roundelay.asr.task import FrameTask
+from roundelay.asr.warping import Warp
 from roundelay.errors import UsageError
 
 RATE = 8000
@@ -36,14 +38,19 @@ def test_masks_hide_bands_and_stretches_and_nothing_else(mels: int, frames: int,
 
 
 def tone(folder: Path, hz: float, seconds: float, name: str) -> Utterance:
-    samples = 0.3 * np.sin(2 * np.pi * hz * np.arange(int(RATE * seconds)) / RATE)
+    return recorded(folder, 0.3 * np.sin(2 * np.pi * hz * np.arange(int(RATE * seconds)) / RATE), name)
+
+
+def recorded(folder: Path, samples: np.ndarray, name: str) -> Utterance:
     soundfile.write(folder / f"{name}.wav", samples.astype(np.float32), RATE)
     return Utterance(name, f"of-{name}", ("A",), folder / f"{name}.wav")
 
 
 @pytest.fixture
 def task_folders(tmp_path: Path) -> dict[str, str]:
-    corpus = Corpus(tmp_path, [tone(tmp_path, 300 + 200 * n, 1.0, f"u{n}") for n in range(3)])
+    # Noise, not tones: frames of a steady tone are all alike, and nothing is left of them once their mean is taken out.
+    dice = np.random.default_rng(0)
+    corpus = Corpus(tmp_path, [recorded(tmp_path, 0.1 * dice.standard_normal(RATE), f"u{n}") for n in range(3)])
     store = extract(corpus, tmp_path / "features", FeatureOptions(rate=RATE), progress="none")
     write_states(tmp_path / "states", {name: np.zeros(store.frames(name), np.int32) for name in store.ids}, 2)
     features, states = str(tmp_path / "features"), str(tmp_path / "states")
@@ -62,6 +69,43 @@ def test_masked_batches_depend_on_seed_epoch_and_window_alone(task_folders: dict
     assert (whole.numpy()[changed] == 0).all()
     with pytest.raises(UsageError, match="mask_mels = 41"):
         FrameTask(**task_folders, mask_mels=41)
+
+
+def tone_mels(hz: float) -> np.ndarray:
+    return log_mel(0.3 * np.sin(2 * np.pi * hz * np.arange(RATE) / RATE), RATE)
+
+
+@pytest.mark.parametrize("factor", [0.85, 1.0, 1.15])
+@pytest.mark.parametrize("hz", [500.0, 1000.0, 2000.0])
+def test_a_warped_tone_sounds_at_the_other_frequency(hz: float, factor: float) -> None:
+    warp = Warp(0.2, RATE, 40, 64.0, -200.0)
+    x = add_deltas(tone_mels(hz), 2)
+    before = x.copy()
+    warp.stretch(x, factor)
+    wanted = tone_mels(hz * factor).mean(0).argmax()
+    assert abs(int(x[:, :40].mean(0).argmax()) - int(wanted)) <= 1
+    if factor == 1.0:
+        np.testing.assert_allclose(x, before, rtol=1e-4, atol=1e-3)
+    else:
+        static = before[:, :40].copy()
+        warp.stretch(static, factor)
+        np.testing.assert_allclose(x, add_deltas(static, 2), rtol=1e-3, atol=1e-3, err_msg="deltas move along")
+
+
+def test_warped_batches_depend_on_seed_epoch_and_window_alone(task_folders: dict[str, str]) -> None:
+    plain, warped = (FrameTask(**task_folders, warp=w) for w in (0.0, 0.1))
+    whole = warped.batch(1, 0, warped.samples)[0].numpy()
+    again = FrameTask(**task_folders, warp=0.1)
+    pieces = [again.batch(1, n, n + 1)[0].numpy() for n in range(again.samples)]
+    assert (np.concatenate(pieces) == whole).all()
+    assert (warped.batch(2, 0, 1)[0].numpy() != whole[:1]).any()
+    assert (plain.batch(1, 0, plain.samples)[0].numpy() != whole).any()
+    masked, both = (FrameTask(**task_folders, mask_mels=6, mask_frames=6, warp=w) for w in (0.0, 0.1))
+    hidden = [task.batch(1, 0, task.samples)[0].numpy() == 0 for task in (masked, both)]
+    assert (hidden[0] <= hidden[1]).all(), "what is hidden stays hidden: masks come last"
+    for widest in (-0.1, 0.5):
+        with pytest.raises(UsageError, match="warp = "):
+            FrameTask(**task_folders, warp=widest)
 
 
 def test_copies_at_other_speeds_are_shorter_or_longer_other_voices(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ def test_a_recipe_goes_from_recordings_to_word_error_rates(done: tuple[Jobs, Pat
         assert (r["words"], r["speakers"]) == (40, 2)
         assert r["wer"] < 40, "ten digits by known speakers: guessing gives 90"
         assert r["line"].startswith("%WER ")
+    words = result["language_model"]
+    assert (words["order"], words["words"], words["sentences"], words["unknown"]) == (2, 10, 10, {"test": 0.0})
     first, second = (read_about_training(folder / "run" / name) for name in ("network", "network-2"))
     assert (first, second) == ("alignments", "alignments-2"), "the second network learns from the first one's states"
 

@@ -66,16 +66,29 @@ def _window(length: int) -> np.ndarray:
 def mel_filters(rate: int, mels: int, low_hz: float, high_hz: float) -> np.ndarray:
     """float32 [half the FFT, mels]: triangles that are straight lines on the mel scale."""
     size = 1 << (round(FRAME_S * rate) - 1).bit_length()
-    high = high_hz if high_hz > 0 else rate / 2 + high_hz
-    corners = np.linspace(_mel(low_hz), _mel(high), mels + 2)
+    corners = _corners(rate, mels, low_hz, high_hz)
     left, centre, right = corners[:-2], corners[1:-1], corners[2:]
-    at = _mel(np.arange(size // 2) * rate / size)[:, None]
+    at = mel_of(np.arange(size // 2) * rate / size)[:, None]
     weights = np.minimum((at - left) / (centre - left), (right - at) / (right - centre))
     return np.maximum(weights, 0).astype(np.float32)
 
 
-def _mel(hz: float | np.ndarray) -> np.ndarray:
+def filter_centres(rate: int, mels: int, low_hz: float, high_hz: float) -> np.ndarray:
+    """Where the filters stand, in mels."""
+    return _corners(rate, mels, low_hz, high_hz)[1:-1]
+
+
+def _corners(rate: int, mels: int, low_hz: float, high_hz: float) -> np.ndarray:
+    high = high_hz if high_hz > 0 else rate / 2 + high_hz
+    return np.linspace(mel_of(low_hz), mel_of(high), mels + 2)
+
+
+def mel_of(hz: float | np.ndarray) -> np.ndarray:
     return 1127.0 * np.log1p(np.asarray(hz, np.float64) / 700.0)
+
+
+def hz_of(mel: np.ndarray) -> np.ndarray:
+    return 700.0 * np.expm1(mel / 1127.0)
 
 
 @lru_cache(maxsize=8)

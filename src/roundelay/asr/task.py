@@ -7,7 +7,7 @@ whose best state is the aligned one (`accuracy`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -21,13 +21,13 @@ from roundelay.asr.fbank import SHIFT_S
 from roundelay.asr.features import from_spec
 from roundelay.asr.masking import Masks
 from roundelay.asr.model import AcousticModel, ModelShape, preset_shape
-from roundelay.asr.store import PastedStore, Stream
+from roundelay.asr.store import FeatureStore, PastedStore, Stream
+from roundelay.asr.warping import Warp
 from roundelay.errors import UsageError
 
 VALIDATION_FRAMES = 8_000
 """Frames of a validation batch: small enough for any machine, large enough to be fast."""
-
-MASK_DICE = 0x3A5C
+MASK_DICE, WARP_DICE = 0x3A5C, 0x7E47
 CACHE_FRAMES = 400_000
 """Frames kept ready in memory (120 dimensions: 200 MB); beyond that features are read again when needed."""
 
@@ -38,6 +38,7 @@ class FrameTask:
     features, alignments   folders written by `roundelay prepare` and `roundelay align` (features may be pasted: "a.scp+b.scp")
     valid_features, valid_alignments   the same of held-out speakers
     mask_mels, mask_frames   widest band and longest stretch that is hidden from the network while it learns; 0: none
+    warp                   frequencies are stretched by up to this share while it learns, such as 0.1; 0: not
     model                  a preset; layers, hidden, bottleneck, dropout change it; inputs and outputs follow from the data
     """
 
@@ -57,6 +58,7 @@ class FrameTask:
         dropout: float | None = None,
         mask_mels: int = 0,
         mask_frames: int = 0,
+        warp: float = 0.0,
         valid_utterances: int = 200,
     ) -> None:
         self.seed, self.window, self.margin = seed, window, margin
@@ -74,6 +76,7 @@ class FrameTask:
             **{name: value for name, value in changes.items() if value is not None},
         )
         self._masks = self._make_masks(mask_mels, mask_frames)
+        self._warp = self._make_warp(warp)
         self._order: tuple[int, np.ndarray] | None = None
         self._cache: dict[str, np.ndarray] = {}
         self._cached_frames = 0
@@ -93,6 +96,18 @@ class FrameTask:
                 do=f"give a band of at most {static or 0} mels; pasted streams cannot be masked",
             )
         return Masks(mels, frames, static)
+
+    def _make_warp(self, widest: float) -> Warp | None:
+        if not widest:
+            return None
+        if not isinstance(self._features, FeatureStore) or not 0 < widest < 0.5:
+            raise UsageError(
+                f"warp = {widest:g} does not fit these features",
+                where=self._features.name,
+                do="give a share below 0.5; only log-mels made here can be warped",
+            )
+        of = self._features.options
+        return Warp(widest, int(of["rate"]), int(of["mels"]), float(of["low_hz"]), float(of["high_hz"]))
 
     @property
     def samples(self) -> int:
@@ -116,10 +131,15 @@ class FrameTask:
             order = self._order = (epoch, chunks.order(self.seed, epoch, self.samples))
         chosen = order[1][start:stop]
         x, y = chunks.gather(self.windows, chosen, self.ids, self, self._targets, self.margin)
-        if self._masks is not None:
-            for row, window in enumerate(chosen):  # a function of (seed, epoch, window), whoever trains on it
-                self._masks.apply(x[row], np.random.default_rng([self.seed, MASK_DICE, epoch, int(window)]))
+        self._change(x, chosen, epoch)
         return torch.from_numpy(x), torch.from_numpy(y)
+
+    def _change(self, examples: Iterable[np.ndarray], numbers: Iterable[int], epoch: int) -> None:
+        """Warps and masks in place, as a function of (seed, epoch, number of the example), whoever trains on it."""
+        for change, dice in ((self._warp, WARP_DICE), (self._masks, MASK_DICE)):
+            if change is not None:
+                for example, number in zip(examples, numbers, strict=True):
+                    change.apply(example, np.random.default_rng([self.seed, dice, epoch, int(number)]))
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch

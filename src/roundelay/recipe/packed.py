@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from roundelay.asr import chunks
-from roundelay.asr.task import MASK_DICE, FrameTask, device_of
+from roundelay.asr.task import FrameTask, device_of
 from roundelay.errors import UsageError
 from roundelay.feed.deliver import Perturbation
 from roundelay.feed.examples import Examples
@@ -31,14 +30,14 @@ class PackedTask(FrameTask):
                 f"speed {speed}, noise {noise}", where="task_options", do="speed below 0.5, noise below 10; 0: none"
             )
         self._archive = archive
-        self._change = Perturbation(speed, noise)
+        self._perturbation = Perturbation(speed, noise)
         super().__init__(**options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(PackedTask, **self._given), ()
 
     def _open_training(self, where: str) -> None:
-        self.examples = Examples(self._archive, self.seed, self._change)
+        self.examples = Examples(self._archive, self.seed, self._perturbation)
         archive = self.examples.archive
         window = self.window if archive.layout.window else 0
         archive.require(configuration(self._features, self._targets), self._targets.num_pdfs, window, self.margin)
@@ -54,10 +53,7 @@ class PackedTask(FrameTask):
 
     def batch(self, epoch: int, start: int, stop: int) -> Any:
         made = self.examples.batch(epoch, start, stop)
-        if self._masks is not None:
-            for row, number in enumerate(made.numbers):
-                random = np.random.default_rng([self.seed, MASK_DICE, epoch, int(number)])
-                self._masks.apply(made.x[row, : made.lengths[row]], random)
+        self._change([x[:length] for x, length in zip(made.x, made.lengths, strict=True)], made.numbers, epoch)
         x, y = torch.from_numpy(made.x), torch.from_numpy(made.y)
         return (x, y) if self.examples.archive.layout.window else (x, y, torch.from_numpy(made.lengths))
 

@@ -72,6 +72,8 @@ class Network:
     mask_mels: int = 0
     """Widest band of mels hidden from the network while it learns: for small corpora."""
     mask_frames: int = 0
+    warp: float = 0.0
+    """Frequencies are stretched by up to this share while it learns, as by throats of other lengths: for few speakers."""
     packed: bool = False
     """Train from an archive, packed before the first epoch: the corpus is read in long stretches, whatever its size."""
     speed: float = 0.0

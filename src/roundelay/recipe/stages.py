@@ -330,12 +330,14 @@ def graph(work: Work) -> None:
     sentences = [line.split() for line in (work.run / "data" / "lm.txt").read_text().splitlines() if line.strip()]
     lm = estimate(sentences, order=work.recipe.words.order, vocabulary=sorted(lexicon.entries))
     lm.write_arpa(work.run / "lm.arpa")
-    found = {}
+    perplexity, unknown = {}, {}
     for name in work.sets():
         text = [u.words for u in work.corpus(name).utterances]
-        found[name] = lm.perplexity(text)
-        work.say(f"  {name}: perplexity {found[name]:.1f}")
-    (work.run / "lm.json").write_text(json.dumps({"order": work.recipe.words.order, "perplexity": found}))
+        fit = lm.measure(text)
+        perplexity[name], unknown[name] = fit.perplexity, fit.outside.total() / max(1, sum(map(len, text)))
+        work.say(f"  {name}: perplexity {perplexity[name]:.1f}; {100 * unknown[name]:.1f} % of the words are unknown to it")
+    about = {"order": work.recipe.words.order, "words": len(lexicon.entries), "sentences": len(sentences)}
+    (work.run / "lm.json").write_text(json.dumps({**about, "perplexity": perplexity, "unknown": unknown}))
     for system, folder in (("mono", "graph-mono"), ("tri", "graph-tri")):
         if (work.run / system).is_dir():
             build_graph(AlignmentModel.load(work.run / system), lexicon, lm, fresh(work.run / folder), progress=work.progress)
