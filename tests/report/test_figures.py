@@ -60,9 +60,9 @@ def test_an_axis_has_room_for_equal_values() -> None:
 
 
 def test_every_measurement_is_a_mark_at_its_place() -> None:
-    svg = lines([Series("a", 0, [(0, 1.0), (100, 0.5), (200, 0.25)], marks=True)], "t", "samples", "loss")
+    svg = lines([Series("a", 0, [(0, 1.0), (100, 0.75), (200, 0.625)], marks=True)], "t", "samples", "loss")
     ElementTree.fromstring(svg)
-    assert titles(svg) == ["a: 1 at 0 samples", "a: 0.5000 at 100 samples", "a: 0.2500 at 200 samples"]
+    assert titles(svg) == ["a: 1 at 0 samples", "a: 0.7500 at 100 samples", "a: 0.6250 at 200 samples"]
     marks = [(float(x), float(y)) for x, y in re.findall(r'<circle class="mark c0" cx="([\d.]+)" cy="([\d.]+)"', svg)]
     (x0, y0), (x1, y1), (x2, y2) = marks
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)

@@ -16,8 +16,8 @@ from roundelay.report.reading import Run
 
 SIDE = 300
 LOOK = (
-    "on the circle, a line for every pair of learners that ever average; in the table, the mixing matrix: how much of learner j "
-    "(column) learner i (row) takes in one round, on average. The larger the spectral gap, the sooner a change made by one "
+    "on the circle, a line for every pair of learners that ever average; in the table, the mixing matrix: how much of learner "
+    "j (column) learner i (row) takes in one round, on average. The larger the spectral gap, the sooner a change made by one "
     "learner has reached all."
 )
 MOST_LINES = 700
@@ -133,7 +133,7 @@ def section(runs: Sequence[Run]) -> str:
         about = run.start.get("mixing")
         if isinstance(about, Mapping) and about.get("kind") != "none":
             found.setdefault(json.dumps([about, sorted(run.lost)]), []).append(run)
-    parts = []
+    parts: list[str] = []
     for same in found.values():
         about = same[0].start["mixing"]
         heading = "Who averages with whom" + (f": {', '.join(r.name for r in same)}" if len(runs) > 1 else "")
