@@ -43,7 +43,9 @@ def asked(script: Path, *words: str) -> list[str]:
 
 def test_bash_completes_commands_options_and_settings(scripts: dict[str, Path]) -> None:
     script = scripts["bash"]
-    assert {"train", "run", "demo", "check", "list", "bench", "decode", "report", "compare"} <= set(asked(script, "roundelay", ""))
+    assert {"train", "run", "demo", "check", "list", "bench", "decode", "report", "compare"} <= set(
+        asked(script, "roundelay", "")
+    )
     assert asked(script, "roundelay", "de") == ["demo", "decode"]
     assert asked(script, "roundelay", "list", "st") == ["strategies", "stages"]
     assert "--json" in asked(script, "roundelay", "train", "--")
