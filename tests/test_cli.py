@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 from pathlib import Path
@@ -11,6 +12,7 @@ from command import ROUNDELAY, TORCHRUN, Jobs
 
 import roundelay
 from roundelay import cli
+from roundelay.bench import BENCHES
 
 NINE = ["single", "sync", "asgd", "kstep", "bmuf", "dpsgd", "adpsgd", "delay_by_one", "hierarchical"]
 TRAITS = {"claims", "deterministic", "conserves_mean", "contracts", "survives_death", "state_rule"}
@@ -46,7 +48,7 @@ def test_list_topologies_with_their_gaps(capsys: pytest.CaptureFixture[str]) -> 
     assert all(0 < page["gap"] <= 1 and page["size"] == 6 for page in found.values())
 
 
-@pytest.mark.parametrize("what", ["strategies", "topologies", "wires"])
+@pytest.mark.parametrize("what", cli.LISTS)
 def test_lists_for_people_name_everything(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, plain, _ = said(capsys, "list", what)
     assert code == 0
@@ -55,13 +57,29 @@ def test_lists_for_people_name_everything(what: str, capsys: pytest.CaptureFixtu
     assert all(name in plain for name in names)
 
 
-@pytest.mark.parametrize("command", ["", "train", "list", "config", "demo", "bench"])
+def commands() -> list[str]:
+    """Every command there is, benchmarks too."""
+    made = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return ["", *made.choices, *(f"bench {name}" for name in BENCHES)]
+
+
+@pytest.mark.parametrize("command", commands())
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, *([command] if command else []), "--help")
+    code, out, _ = said(capsys, *command.split(), "--help")
     assert code == 0
-    _, found, examples = out.partition("example")
+    _, found, examples = out.partition("\nexample")
     assert found
     assert f"roundelay {command}".strip() in examples
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c and not c.startswith("bench")])
+def test_every_argument_that_is_not_plain_says_what_it_is(command: str) -> None:
+    made = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for action in made.choices[command]._actions:
+        if "--json" in action.option_strings:
+            assert action.help
+        if action.metavar == "key=value":
+            assert action.help, f"{command} takes settings and does not say which"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +93,19 @@ def test_config_shows_values_and_where_they_come_from(jobs: Jobs, capsys: pytest
     assert rows["batch"] == {"value": 4, "from": "dots.toml:3"}
     assert rows["epochs"] == {"value": 1.0, "from": "default"}
     assert "command line" in said(capsys, "config", file, "lr=0.25")[1]
+
+
+def test_config_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(Path(__file__).parents[1] / "recipes" / "spoken")
+    code, out, _ = said(capsys, "config", folder, "train.learners=4", "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert rows["train.learners"] == {"value": 4, "from": "command line"}
+    assert rows["tri.leaves"] == {"value": 500, "from": "recipe.toml"}
+    assert rows["source.options.snr"] == {"value": [0, 20], "from": "recipe.toml"}
+    assert rows["train.topology"] == {"value": "ring", "from": "default"}
+    assert "# command line" in said(capsys, "config", folder, "train.learners=4")[1]
+    assert said(capsys, "config", folder, "train.lerners=4")[0] == 2
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes
