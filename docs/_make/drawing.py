@@ -55,13 +55,19 @@ class Picture:
         self.used.add(kind)
         x, y = self.x(begin), self.y(lane) + (BAR + 1 if below else 0)
         wide, high = self.x(last) - x, SUB if below else BAR
-        self.parts.append(f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(wide - 0.8, 0.4):.1f}" height="{high}" rx="2"/>')
+        self.parts.append(
+            f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(wide - 0.8, 0.4):.1f}" height="{high}" rx="2"/>'
+        )
         if text and wide > 6.2 * len(text) + 4:
             faint = "on-wait" if kind == "wait" else "on-dark" if kind == "move" else "on"
-            self.words.append(f'<text class="{faint}" x="{x + wide / 2:.1f}" y="{y + 14:.1f}" text-anchor="middle">{escape(text)}</text>')
+            self.words.append(
+                f'<text class="{faint}" x="{x + wide / 2:.1f}" y="{y + 14:.1f}" text-anchor="middle">{escape(text)}</text>'
+            )
         return end
 
-    def link(self, a: int, b: int, t: float, kind: str, *, arrow: bool = False, end: float | None = None, below: bool = False) -> None:
+    def link(
+        self, a: int, b: int, t: float, kind: str, *, arrow: bool = False, end: float | None = None, below: bool = False
+    ) -> None:
         """A line from lane to lane, between their thin tracks if `below`; one dot where something is sent one way."""
         if max(t, end or t) > self.span:
             return
@@ -88,9 +94,18 @@ class Picture:
             x += 34 + 6.4 * len(NAMES[kind])
         if not self.ticks:
             legend.append(f'<text class="small" x="{WIDTH - RIGHT}" y="{base:.0f}" text-anchor="end">time →</text>')
-        names = [f'<text class="name" x="12" y="{self.y(n) + 14:.0f}">{escape(name)}</text>' for n, name in enumerate(self.lanes)]
-        rules = [f'<line class="rule" x1="{LEFT}" y1="{self.y(n) + BAR:.0f}" x2="{WIDTH - RIGHT}" y2="{self.y(n) + BAR:.0f}"/>' for n, name in enumerate(self.lanes) if name]
-        marks = [f'<text class="small" x="{self.x(t):.1f}" y="{TOP - 6}" text-anchor="middle">{escape(text)}</text>' for t, text in self.ticks]
+        names = [
+            f'<text class="name" x="12" y="{self.y(n) + 14:.0f}">{escape(name)}</text>' for n, name in enumerate(self.lanes)
+        ]
+        rules = [
+            f'<line class="rule" x1="{LEFT}" y1="{self.y(n) + BAR:.0f}" x2="{WIDTH - RIGHT}" y2="{self.y(n) + BAR:.0f}"/>'
+            for n, name in enumerate(self.lanes)
+            if name
+        ]
+        marks = [
+            f'<text class="small" x="{self.x(t):.1f}" y="{TOP - 6}" text-anchor="middle">{escape(text)}</text>'
+            for t, text in self.ticks
+        ]
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}" role="img">',

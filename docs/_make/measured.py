@@ -41,7 +41,13 @@ def throughput(name: str) -> list[tuple[str, str, str]]:
         for r in (r for r in rows(file) if r["contestant"] == name):
             case = "one of two learners at half speed" if r["case"] == "slow" else "two equal learners"
             told = f"{r['ratio']:.2f} ({r['range'][0]:.2f} to {r['range'][1]:.2f}), CPU per batch {r['cpu_ratio']:.2f}"
-            found.append((f"samples/s over plain torch without communication, batch {r['batch']}, {case}", told, "[throughput](../benchmarks.md#throughput)"))
+            found.append(
+                (
+                    f"samples/s over plain torch without communication, batch {r['batch']}, {case}",
+                    told,
+                    "[throughput](../benchmarks.md#throughput)",
+                )
+            )
     return found
 
 
@@ -49,7 +55,13 @@ def network(name: str) -> list[tuple[str, str, str]]:
     found = []
     for r in (r for r in rows("network.json") if r["contestant"] == name and "ratio_to_ddp" in r):
         told = f"{r['ratio_to_ddp']:.2f} ({r['seconds_to_loss']:.1f} s)"
-        found.append((f"seconds to the same loss over DDP's, link of {LINKS.get(r['case'], r['case'])}", told, "[network](../benchmarks.md#network)"))
+        found.append(
+            (
+                f"seconds to the same loss over DDP's, link of {LINKS.get(r['case'], r['case'])}",
+                told,
+                "[network](../benchmarks.md#network)",
+            )
+        )
     return found
 
 
@@ -65,8 +77,20 @@ def hierarchy(name: str) -> list[tuple[str, str, str]]:
 
 
 def buffers(name: str) -> list[tuple[str, str, str]]:
-    found = re.search(rf"\b{name} ([\d.]+)[,.]", (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("Model-sized buffers")[2])
-    return [("model-sized buffers beyond weights, gradients and optimizer state", found[1].rstrip("."), "[overhead](../benchmarks.md#overhead)")] if found else []
+    found = re.search(
+        rf"\b{name} ([\d.]+)[,.]", (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("Model-sized buffers")[2]
+    )
+    return (
+        [
+            (
+                "model-sized buffers beyond weights, gradients and optimizer state",
+                found[1].rstrip("."),
+                "[overhead](../benchmarks.md#overhead)",
+            )
+        ]
+        if found
+        else []
+    )
 
 
 def block(name: str) -> str:
@@ -74,7 +98,14 @@ def block(name: str) -> str:
     if not found:
         return f"{BEGIN}\n\nIt is what the others are measured against.\n\n{END}"
     lines = ["| what | figure | how |", "|---|---|---|", *(f"| {what} | {told} | {how} |" for what, told, how in found)]
-    return "\n".join([BEGIN + "\n", "Two shared cores, no GPU; the linked sections have conditions, ranges and commands.\n", *lines, "\n" + END])
+    return "\n".join(
+        [
+            BEGIN + "\n",
+            "Two shared cores, no GPU; the linked sections have conditions, ranges and commands.\n",
+            *lines,
+            "\n" + END,
+        ]
+    )
 
 
 def rewritten(name: str) -> str:

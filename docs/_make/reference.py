@@ -87,7 +87,13 @@ def settings_page() -> str:
     said = remarks(config.Settings)
     kinds = {f.name: str(f.type) for f in fields(config.Settings)}
     rows = [
-        [code(f.name), re.sub(r"\[.*\]", "", kinds[f.name]).replace("dict", "table"), shown(default_of(f)), limits(f.name), said[f.name]]
+        [
+            code(f.name),
+            re.sub(r"\[.*\]", "", kinds[f.name]).replace("dict", "table"),
+            shown(default_of(f)),
+            limits(f.name),
+            said[f.name],
+        ]
         for f in sorted(fields(config.Settings), key=lambda f: list(said).index(f.name))
     ]
     return f"""# Settings
@@ -186,14 +192,19 @@ Exit codes: 0 done, 1 a bug, 2 usage, 3 data, 4 a peer was lost, 130 interrupted
 
 def tables_page() -> str:
     said = {name: strategy.describe(name) for name in strategy.STRATEGIES}
-    equations = [[f"[{n}](../strategies/{n}.md)", code(d["equation"]), d["use"], d["weakness"], d["reference"]] for n, d in said.items()]
-    options = [[code(n), code(k), shown(v)] for n, d in said.items() for k, v in d["settings"].items() if not isinstance(v, type)]
+    equations = [
+        [f"[{n}](../strategies/{n}.md)", code(d["equation"]), d["use"], d["weakness"], d["reference"]] for n, d in said.items()
+    ]
+    options = [
+        [code(n), code(k), shown(v)] for n, d in said.items() for k, v in d["settings"].items() if not isinstance(v, type)
+    ]
     promises = [f.name for f in fields(traits.Traits)]
     meanings = remarks(traits.Traits)
-    held = [[code(n), *(str(d["traits"][p]).lower().replace("true", "yes").replace("false", "no") for p in promises)] for n, d in said.items()]
-    mixing = [
-        [code(n), *(f"{topology.gap(n, size):.3f}" for size in SIZES)] for n in topology.TOPOLOGIES
+    held = [
+        [code(n), *(str(d["traits"][p]).lower().replace("true", "yes").replace("false", "no") for p in promises)]
+        for n, d in said.items()
     ]
+    mixing = [[code(n), *(f"{topology.gap(n, size):.3f}" for size in SIZES)] for n in topology.TOPOLOGIES]
     return f"""# Strategies, topologies, wires
 
 ## Strategies
@@ -309,7 +320,10 @@ def python_page() -> str:
     parts.append("`learner.rank` and `learner.size` say which of how many this one is; `learner.steps` counts its steps.\n")
     parts.append(callable_part("roundelay.fit", api.fit))
     parts.append("## Task\n\n" + inspect.cleandoc(task.__doc__ or "") + "\n")
-    rows = [[code(n), " ".join((inspect.getdoc(getattr(task.Task, n)) or "").split())] for n in ("samples", "build", "batch", "loss", "evaluate")]
+    rows = [
+        [code(n), " ".join((inspect.getdoc(getattr(task.Task, n)) or "").split())]
+        for n in ("samples", "build", "batch", "loss", "evaluate")
+    ]
     parts.append(table(["", "meaning"], rows) + "\n")
     parts.append(callable_part("roundelay.core.events.read_events", events.read_events))
     parts.append(callable_part("roundelay.train.battery.check_strategy", battery.check_strategy))

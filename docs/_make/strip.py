@@ -41,7 +41,9 @@ def record(run: Path) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any]) -> Picture:
-    p = Picture("two learners, one of them slowed to a third of its speed: every step of five seconds, as measured", SECONDS + 0.9)
+    p = Picture(
+        "two learners, one of them slowed to a third of its speed: every step of five seconds, as measured", SECONDS + 0.9
+    )
     p.ticks = [(t, f"{t} s") for t in range(int(SECONDS) + 1)]
     for name in ("sync", "adpsgd"):
         for rank, steps in enumerate(recorded[name]["learners"]):

@@ -19,17 +19,22 @@ THROUGHPUT = "roundelay bench throughput --contestants adpsgd --batches 8 --case
 OVERHEAD = "roundelay bench overhead --sizes 1M --repeats 1 --no-buffers --json"
 LEARNING = "roundelay bench learning --learners 2 --seeds 1 --contestants kstep --epochs 0.1 --json"
 ROAD = "roundelay bench road runs/spoken --repeats 1 --utterances 2 --json"
-SPEECH = f"roundelay bench speech road/mine runs/spoken --learners 2 --seeds 1 --strategies adpsgd --epochs 0.1 --jobs 1 --json"
+SPEECH = "roundelay bench speech road/mine runs/spoken --learners 2 --seeds 1 --strategies adpsgd --epochs 0.1 --jobs 1 --json"
 TORCHRUN = (
     "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml"
     " task_options.samples=256 task_options.held_out=64 epochs=1 batch=16 run=runs/under-torchrun"
 )
-TWO_HOSTS = " & ".join(
-    f"torchrun --nnodes 2 --node-rank {n} --nproc-per-node 1 --master-addr 127.0.0.1 --master-port $PORT -m roundelay train"
-    " examples/frames.toml host=auto task_options.samples=256 task_options.held_out=64 epochs=1 batch=16 run=runs/two-hosts"
-    for n in (0, 1)
-) + "; wait"
-HOST = "torchrun --nnodes 2 --node-rank {n} --nproc-per-node 2 --master-addr first --master-port 29500 -m roundelay train {rest}"
+TWO_HOSTS = (
+    " & ".join(
+        f"torchrun --nnodes 2 --node-rank {n} --nproc-per-node 1 --master-addr 127.0.0.1 --master-port $PORT -m roundelay train"
+        " examples/frames.toml host=auto task_options.samples=256 task_options.held_out=64 epochs=1 batch=16 run=runs/two-hosts"
+        for n in (0, 1)
+    )
+    + "; wait"
+)
+HOST = (
+    "torchrun --nnodes 2 --node-rank {n} --nproc-per-node 2 --master-addr first --master-port 29500 -m roundelay train {rest}"
+)
 
 INSTEAD: dict[str, str] = {
     # the engine

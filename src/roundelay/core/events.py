@@ -57,8 +57,8 @@ FIELDS: dict[str, dict[str, str]] = {
         "loss": "mean training loss of its batches; null if it had none",
         "rate": "learning rate",
         "position": "global samples before its last step",
-        "seconds": "by kind: data (waiting for the next batch), compute (forward and backward), update (writing a published w), "
-        "comm (waiting for others), save, judge",
+        "seconds": "by kind: data (waiting for the next batch), compute (forward and backward), update (writing a published "
+        "w), comm (waiting for others), save, judge",
         "elapsed_s": "wall seconds since",
         "cpu_s": "CPU seconds of the process, all its threads, in all",
         "staleness": 'how many gradients were applied with which staleness, as {"0": 148, "1": 19}',
@@ -100,6 +100,9 @@ FIELDS: dict[str, dict[str, str]] = {
         "staleness_mean": "over its gradients",
         "staleness": "counts, as in steps",
     },
-    "run": {"slowest_rank": "rank, own_s and waiting_s of the learner with the most seconds of its own", "figures": "the final ones"},
+    "run": {
+        "slowest_rank": "rank, own_s and waiting_s of the learner with the most seconds of its own",
+        "figures": "the final ones",
+    },
     "watchdog": {"error": "the watchdog of that rank ended early because the store was gone"},
 }
