@@ -83,3 +83,13 @@ def test_the_table_of_topologies_is_what_the_command_prints() -> None:
             assert round(topology.describe(name, size)[key], 4) == float(cell), (size, name, key)
             checked += 1
     assert checked == 4 * 3 * len(names)
+
+
+def test_the_spread_that_mixing_leaves_is_computed_from_the_contraction() -> None:
+    text = (ROOT / "docs" / "explanation" / "convergence.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert len(rows) >= 5
+    for size, *figures in rows:
+        said = [tuple(figures[:2]), tuple(figures[2:])]
+        found = [topology.contraction(name, int(size)) for name in ("ring", "random_ring")]
+        assert said == [(f"{c:.3f}", f"{c / (1 - c):.1f}") for c in found]

@@ -19,7 +19,7 @@ THROUGHPUT = "roundelay bench throughput --contestants adpsgd --batches 8 --case
 OVERHEAD = "roundelay bench overhead --sizes 1M --repeats 1 --no-buffers --json"
 LEARNING = "roundelay bench learning --learners 2 --seeds 1 --contestants kstep --epochs 0.1 --json"
 ROAD = "roundelay bench road runs/spoken --repeats 1 --utterances 2 --json"
-SPEECH = f"roundelay bench speech road/mine runs/spoken --learners 2 --seeds 1 --strategies adpsgd --epochs 0.1 --jobs 1 --json"
+SPEECH = "roundelay bench speech road/mine runs/spoken --learners 2 --seeds 1 --strategies adpsgd --epochs 0.1 --jobs 1 --json"
 TORCHRUN = (
     "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml"
     " task_options.samples=256 task_options.held_out=64 epochs=1 batch=16 run=runs/under-torchrun"

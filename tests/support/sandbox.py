@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import runpy
 import shlex
@@ -12,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ class Sandbox:
             (folder / name).symlink_to(ROOT / name)
         (folder / "benchmarks" / "results").mkdir(parents=True)
         (folder / "runs").mkdir()
-        self.namespace: dict[str, object] = {"__name__": "page"}
+        self.module = types.ModuleType("page")
         if road is not None:
             self._furnish(road)
 
@@ -99,29 +99,30 @@ class Sandbox:
                     code = cli.main(words[1:])
             except SystemExit as end:
                 code = int(end.code or 0)
-        return Outcome(code, out.getvalue(), err.getvalue())
+        return Outcome(code, out.read_text(), err.read_text())
 
-    def python(self, text: str, where: str) -> str:
+    def python(self, text: str, where: str) -> None:
         """A block of a page; names stay for its later blocks."""
-        with self._inside() as (out, _):
-            exec(compile(text, where, "exec"), self.namespace)
-        return out.getvalue()
+        with self._inside():
+            sys.modules["page"] = self.module
+            exec(compile(text, where, "exec"), self.module.__dict__)
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[tuple[io.StringIO, io.StringIO]]:
-        """In the folder, with no trace left in this process: paths, arguments, modules that were found here."""
-        out, err = io.StringIO(), io.StringIO()
+    def _inside(self) -> Iterator[tuple[Path, Path]]:
+        """In the folder, its output in files (processes that it starts write there, too), and with no trace left in this
+        process: paths, arguments, modules that were found here."""
+        out, err = self.folder / ".out", self.folder / ".err"
         before, path, argv, modules = Path.cwd(), list(sys.path), sys.argv, set(sys.modules)
         os.chdir(self.folder)
         try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with open(out, "w") as o, open(err, "w") as e, contextlib.redirect_stdout(o), contextlib.redirect_stderr(e):
                 yield out, err
         finally:
             os.chdir(before)
             sys.path[:], sys.argv = path, argv
             for name in set(sys.modules) - modules:
                 file = getattr(sys.modules[name], "__file__", None) or ""
-                if file.startswith((str(self.folder), str(ROOT / "examples"))):
+                if name == "page" or file.startswith((str(self.folder), str(ROOT / "examples"))):
                     del sys.modules[name]
 
     def _in_a_shell(self, text: str) -> Outcome:
@@ -129,6 +130,8 @@ class Sandbox:
             port = str(probe.getsockname()[1])
         env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
         env |= {"PATH": f"{BIN}:{env['PATH']}", "OMP_NUM_THREADS": "1", "PORT": port}
+        if text.endswith("; wait"):  # a bare wait forgets how the background ended
+            text = text.removesuffix("wait") + "code=$?; for job in $(jobs -p); do wait $job || code=$?; done; exit $code"
         job = subprocess.Popen(
             ["bash", "-c", f"set -o pipefail; {text}"], cwd=self.folder, env=env, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,

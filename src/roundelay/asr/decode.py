@@ -46,9 +46,9 @@ Source = Callable[[str], np.ndarray] | str | Path
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    beam: float = 13.0
-    max_active: int = 7000
-    acoustic_scale: float = 0.1
+    beam: float = 13.0  # wider finds more and takes longer
+    max_active: int = 7000  # states kept per frame
+    acoustic_scale: float = 0.1  # of log-likelihoods against the graph; chosen on dev where there is one
 
     def __post_init__(self) -> None:
         for name, least in (("beam", 0.0), ("acoustic_scale", 0.0), ("max_active", 1)):

@@ -64,8 +64,8 @@ FIELDS: dict[str, dict[str, str]] = {
         "loss": "mean training loss of its batches; null if it had none",
         "rate": "learning rate",
         "position": "global samples before its last step",
-        "seconds": "by kind: data (waiting for the next batch), compute (forward and backward), update (writing a published w), "
-        "comm (waiting for others), save, judge",
+        "seconds": "by kind: data (waiting for the next batch), compute (forward and backward), update (writing a published "
+        "w), comm (waiting for others), save, judge",
         "elapsed_s": "wall seconds since",
         "cpu_s": "CPU seconds of the process, all its threads, in all",
         "staleness": 'how many gradients were applied with which staleness, as {"0": 148, "1": 19}',

@@ -37,12 +37,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Features:
-    rate: int = 8000
+    rate: int = 8000  # samples per second that features are made at: 8000 for telephone speech, 16000 otherwise
     resample: bool = True
     """Bring other rates to this one; false: another rate is an error."""
-    mels: int = 40
-    deltas: int = 2
-    cmvn: str = "speaker"
+    mels: int = 40  # bands of the log-mel spectrum
+    deltas: int = 2  # orders of slopes beside them: 2 makes 120 values of 40
+    cmvn: str = "speaker"  # mean and variance taken out per speaker, per utterance, or none
     longest_s: float = LONGEST_S
     """An utterance that lasts longer is an error: memory holds it whole."""
 
@@ -55,23 +55,23 @@ class Words:
     """corpus (the synthesizer writes one), espeak (generated for the words at hand), or a file beside the recipe"""
     text: str = "corpus"
     """LM text: corpus (the synthesizer's), train (the training transcripts), or a file beside the recipe"""
-    order: int = 2
+    order: int = 2  # of the n-gram
     one_word: bool = False
     """Every utterance is one word of the lexicon, all equally likely; `text` is not used."""
 
 
 @dataclass(frozen=True)
 class Network:
-    model: str = "small"
-    window: int = 21
-    margin: int = 0
+    model: str = "small"  # roundelay list models; the fields below change it
+    window: int = 21  # frames a sample has
+    margin: int = 0  # frames of context on both sides that are seen and not learnt from
     layers: int | None = None
     hidden: int | None = None
     bottleneck: int | None = None
     dropout: float | None = None
     mask_mels: int = 0
     """Widest band of mels hidden from the network while it learns: for small corpora."""
-    mask_frames: int = 0
+    mask_frames: int = 0  # longest stretch of frames hidden likewise
     warp: float = 0.0
     """Frequencies are stretched by up to this share while it learns, as by throats of other lengths: for few speakers."""
     packed: bool = False
@@ -97,9 +97,9 @@ class Network:
 class Given:
     """What a user of Kaldi has already; paths are relative to the recipe. Features may be pasted: "a.scp+b.scp"."""
 
-    num_pdfs: int
-    train_features: str
-    train_alignments: str
+    num_pdfs: int  # tied states: outputs of the network
+    train_features: str  # scp files, pasted with +; [cmvn,deltas] behind a name
+    train_alignments: str  # a folder with ali.*.gz, or a file
     dev_features: str
     dev_alignments: str
     transitions: str = ""
@@ -134,13 +134,13 @@ class Recipe:
 
     folder: Path
     title: str = ""
-    seed: int = 0
+    seed: int = 0  # of the split into train and dev, the first weights, the order of samples
     sources: tuple[Source, ...] = ()
     dev_share: float = 0.1
     """Of the training speakers, where a corpus has no development set."""
     speeds: tuple[float, ...] = ()
     """Train on copies played at these speeds, too, such as 0.9 and 1.1: for small corpora."""
-    systems: tuple[str, ...] = ("mono", "tri", "lstm")
+    systems: tuple[str, ...] = ("mono", "tri", "lstm")  # which are decoded and scored
     features: Features = field(default_factory=Features)
     mono: MonoOptions = field(default_factory=MonoOptions)
     tri: TriOptions = field(default_factory=TriOptions)
