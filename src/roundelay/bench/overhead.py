@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from roundelay.core import kernels
 from roundelay.core.worker import Share
 from roundelay.strategy import STRATEGIES
 from roundelay.train.learner import Learner
+from roundelay.train.mpi_pool import MpiPool
 from roundelay.train.options import Options
 from roundelay.train.place import Place
 from roundelay.train.pool import Pool
 from roundelay.train.resolve import SeededMatching
+from roundelay.wire.mpi import MpiNet
 from roundelay.wire.torchdist import ProcessNet, gloo
 
 SIZES = {"1M": 1_000_000, "10M": 10_000_000, "43M": 43_154_944}
@@ -57,8 +60,11 @@ def main(argv: Sequence[str]) -> int:
         results = between_machines(args.link, [SIZES[size] for size in args.sizes.split(",")], args.repeats)
         print(json.dumps({"results": results}) if args.json else table({"results": results}))
         return 0
-    for wire in ("shm", "torchdist"):
-        with Pool(2, wire) as pool:
+    for wire in ("shm", "torchdist", "mpi"):
+        if wire == "mpi" and find_spec("mpi4py") is None:
+            print("mpi: left out, mpi4py is not installed", file=sys.stderr, flush=True)
+            continue
+        with MpiPool(2) if wire == "mpi" else Pool(2, wire) as pool:
             for size in args.sizes.split(","):
                 found = pool.run(costs, SIZES[size], args.repeats, size=2, timeout_s=600)[0]
                 results.append({"wire": wire, "parameters": SIZES[size], **found})
@@ -91,12 +97,12 @@ def timed(what: Callable[[], Any]) -> float:
 
 def costs(place: Place, parameters: int, repeats: int) -> dict[str, Any]:
     """Seconds of each operation, interleaved; as rank 0 sees them."""
-    net = place.net
-    assert isinstance(net, ProcessNet)
+    net: Any = place.net
+    assert isinstance(net, ProcessNet | MpiNet)
     x, y = torch.randn(parameters), torch.zeros(parameters)
     published = net.publish(x)
     meetings = net.gossip(published, SeededMatching("ring", 2, 0), 1.0)
-    bare: Any = gloo(net.store, "bare", place.rank, 2, net.host, 120.0)
+    bare: Any = gloo(net.store, "bare", place.rank, 2, getattr(net, "host", "127.0.0.1"), 120.0)
     small = torch.zeros(1)
     seen: dict[str, list[float]] = {"copy_s": [], "send_recv_s": [], "meet_s": [], "mean_s": []}
     met = 0

@@ -40,11 +40,12 @@ def mpirun(size: int, options: Sequence[str] = ()) -> list[str]:
 
 
 class MpiPool(Pool):
-    """`size` processes under one mpirun, which gets these `options` too; `host`: the address where rank 0 serves the store."""
+    """`size` processes under one mpirun, which gets these `options` too and is started by the command `within`, if any; `host`:
+    the address where rank 0 serves the store."""
 
-    def __init__(self, size: int, options: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+    def __init__(self, size: int, options: Sequence[str] = (), within: Sequence[str] = (), host: str = "127.0.0.1") -> None:
         super().__init__(size, "mpi")
-        self._options, self._host = options, host
+        self._options, self._within, self._host = options, within, host
         self._job: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> MpiPool:
@@ -52,7 +53,7 @@ class MpiPool(Pool):
         key = secrets.token_hex(16)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "ROUNDELAY_POOL": f"{folder}/door", "ROUNDELAY_POOL_KEY": key}
         env |= {"ROUNDELAY_POOL_HOST": self._host, "PYTHONPATH": os.pathsep.join(sys.path)}  # jobs are found there as here
-        command = [*mpirun(self.size, self._options), sys.executable, "-m", "roundelay.train.mpi_pool"]
+        command = [*self._within, *mpirun(self.size, self._options), sys.executable, "-m", "roundelay.train.mpi_pool"]
         try:
             with Listener(f"{folder}/door", "AF_UNIX", backlog=self.size, authkey=key.encode()) as door:
                 self._job = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -1,0 +1,112 @@
+"""add and get on another learner's vector: MPI windows against messages to its agent. Started by mpirun with two processes:
+
+    mpirun -n 2 python benchmarks/mpi_one_sided.py [--idle] [--repeats 15]
+
+Rank 1 owns the vector and computes all the while (unless --idle); rank 0 measures. Prints one JSON object: median seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from roundelay.train.place import from_environment
+from roundelay.wire.mpi import MpiNet
+from roundelay.wire.porter import UNWATCHED_S, world
+
+SIZES = (100_000, 1_000_000, 10_000_000)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--idle", action="store_true", help="the owner of the vector does not compute")
+    p.add_argument("--repeats", type=int, default=15)
+    args = p.parse_args()
+    torch.set_num_threads(1)
+    place = from_environment(wire="mpi", host="auto", timeout_s=120, device="cpu", machines=0, digest={})
+    net: Any = place.net
+    assert isinstance(net, MpiNet)
+    found: dict[str, dict[str, float]] = {}
+    for size in SIZES:
+        found |= by_agent(place.rank, net, torch.randn(size), args.idle, args.repeats)
+        found |= by_window(place.rank, net, np.random.randn(size).astype(np.float32), args.idle, args.repeats)
+    if place.rank == 0:
+        print(json.dumps(found), flush=True)
+    net.start_mean(torch.zeros(1)).wait()
+    place.close()
+
+
+def by_agent(rank: int, net: MpiNet, x: torch.Tensor, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
+    part = net.part([0, 1], f"size-{len(x)}")
+    assert part is not None
+    part.publish(x)
+    out = torch.empty_like(x)
+    verbs = {"get": lambda: part.get(1, out), "add": lambda: part.add(1, x)}
+    found = measured(rank, net, f"agent {len(x)}", verbs, idle, repeats)
+    part.close()
+    return found
+
+
+def by_window(rank: int, net: MpiNet, x: np.ndarray, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
+    """The same on a window, called by the thread that needs the answer, while a thread of the owner lets MPI move on."""
+    mpi = world().mpi
+    window = mpi.Win.Create(x, disp_unit=x.itemsize, comm=world().comm)
+    out, done = np.empty_like(x), threading.Event()
+
+    def move_on() -> None:
+        while not done.is_set():
+            world().comm.Iprobe()
+            time.sleep(UNWATCHED_S / 5)
+
+    threading.Thread(target=move_on, daemon=True).start()
+
+    def get() -> None:
+        window.Lock(1, mpi.LOCK_SHARED)
+        window.Get(out, 1)
+        window.Unlock(1)
+
+    def add() -> None:
+        window.Lock(1, mpi.LOCK_EXCLUSIVE)
+        window.Accumulate(x, 1, op=mpi.SUM)
+        window.Unlock(1)
+
+    found = measured(rank, net, f"window {len(x)}", {"get": get, "add": add}, idle, repeats)
+    done.set()
+    net.start_mean(torch.zeros(1)).wait()
+    window.Free()
+    return found
+
+
+def measured(
+    rank: int, net: MpiNet, name: str, verbs: dict[str, Callable[[], Any]], idle: bool, repeats: int
+) -> dict[str, dict[str, float]]:
+    net.start_mean(torch.zeros(1)).wait()
+    found: dict[str, float] = {}
+    if rank == 0:
+        for verb, call in verbs.items():
+            times = []
+            for _ in range(repeats + 1):
+                began = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - began)
+            found[verb] = round(statistics.median(times[1:]), 6)
+        net.store.set(f"measured/{name}", "1")
+    else:
+        a = torch.randn(256, 256)
+        while net.store.get(f"measured/{name}") is None:
+            for _ in range(20):
+                time.sleep(0.001) if idle else a.mm(a)
+    net.start_mean(torch.zeros(1)).wait()
+    return {name: found} if rank == 0 else {}
+
+
+if __name__ == "__main__":
+    main()
