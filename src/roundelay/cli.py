@@ -36,6 +36,8 @@ BENCHES = {
     "overhead": "roundelay.bench.overhead",
     "learning": "roundelay.bench.learning",
     "speech": "roundelay.recipe.strategies",
+    "averaging": "roundelay.recipe.averaging",
+    "feeding": "roundelay.recipe.feeding",
     "road": "roundelay.recipe.road",
 }
 
