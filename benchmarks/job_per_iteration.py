@@ -141,8 +141,10 @@ def job(order: dict[str, Any]) -> int:
     from roundelay.asr.model import AcousticModel
     from roundelay.feed.examples import Examples
     from roundelay.train.claims import Dealt, Turn
-    from roundelay.train.ngsgd import NGSGD
     from roundelay.train.schedule import Schedule
+
+    if order["optimizer"] == "ngsgd":  # no job pays for what it does not use
+        from roundelay.train.ngsgd import NGSGD
 
     torch.set_num_threads(1)
     torch.manual_seed(order["seed"] * 1_000_003 + order["job"])
