@@ -11,6 +11,8 @@ BENCHES = {
     "theory": "roundelay.bench.theory",
     "batches": "roundelay.bench.batches",
     "speech": "roundelay.recipe.strategies",
+    "averaging": "roundelay.recipe.averaging",
+    "feeding": "roundelay.recipe.feeding",
     "road": "roundelay.recipe.road",
 }
 """Name on the command line -> where its `main` is."""
