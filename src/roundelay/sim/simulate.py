@@ -212,8 +212,11 @@ def _rates(virtual: Virtual) -> tuple[float, float]:
     done = [host.done for host in virtual.hosts if host.done]
     if not done:
         return 0.0, 0.0
-    until = min(ends[-1][0] for ends in done)
-    began = min(host.began for host in virtual.hosts if host.done)
-    samples = sum(n for ends in done for end, n in ends if end <= until)
-    ceiling = sum(sum(n for _, n in host.done) / host.computed_s for host in virtual.hosts if host.computed_s > 0)
+    until = min(gradients[-1][1] for gradients in done)
+    began = min(gradients[0][0] for gradients in done)
+    samples = 0.0
+    for gradients in done:
+        for start, end, n in gradients:  # one under way when the first runs out counts as far as it is
+            samples += n if end <= until else n * max(until - start, 0.0) / (end - start)
+    ceiling = sum(sum(n for _, _, n in host.done) / host.computed_s for host in virtual.hosts if host.computed_s > 0)
     return samples / max(until - began, 1e-12), ceiling
