@@ -156,7 +156,7 @@ def intervals(rows: Sequence[tuple[str, int, float, float, float]], title: str, 
     """One line per row (label, colour, value, low, high): a mark with its interval."""
     if not rows:
         return ""
-    left = min(190, 16 + 6.6 * max(len(label) for label, *_ in rows))
+    left = min(200, 16 + 7.2 * max(len(label) for label, *_ in rows))
     high = 26 * len(rows) + 44
     across = axis([x for _, _, *three in rows for x in three], left, WIDE - 50, zero=True)
     drawn = []
