@@ -11,7 +11,7 @@ from events import steps, whole, write_recipe, write_run
 from roundelay import cli
 from roundelay.errors import UsageError
 from roundelay.recipe.compare import compare, over_seeds
-from roundelay.recipe.heard import words_of
+from roundelay.recipe.heard import report, words_of
 
 
 def settings(strategy: str, seed: int, more: str = "") -> str:
@@ -76,6 +76,15 @@ def test_word_errors_are_paired_over_speakers(tmp_path: Path) -> None:
     assert (words["over"], words["count"]) == ("speakers", 4)
     assert words["difference"] == pytest.approx(100 * 3 / 40)
     assert words["low"] <= words["difference"] <= words["high"]
+
+
+def test_a_page_of_two_recipes_shows_their_difference(tmp_path: Path) -> None:
+    a, b = (write_recipe(tmp_path / name, whole(2), errors=n) for name, n in (("a", 2), ("b", 5)))
+    page, read = report([a, b], tmp_path / "both.html")
+    (pair,) = read[1].words.paired
+    assert (pair["from"], pair["to"], pair["difference"]) == ("a", "b", pytest.approx(7.5))
+    assert "b minus a · test" in page.read_text()
+    assert "+7.50" in page.read_text()
 
 
 def test_a_network_trained_beside_a_recipe_is_scored_with_its_transcripts(tmp_path: Path) -> None:

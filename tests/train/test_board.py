@@ -58,16 +58,17 @@ def test_writing_does_not_import_tensorflow(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(240)
 def test_a_run_writes_its_figures_and_a_resumed_one_goes_on(jobs: Jobs) -> None:
-    settings = ("strategy=sync", "learners=2", "save_every_epochs=1", "keep=99")
-    jobs.train(*settings, "epochs=2").end().expect(0)
+    settings = ("strategy=sync", "learners=2", "wire=inproc", "save_every_epochs=1", "keep=99")
+    jobs.train(*settings, "epochs=2").end(100).expect(0)
     before = scalars(jobs.folder / "run" / FOLDER)
     evaluations = jobs.events(kind="evaluation")
     assert dict(before["valid/loss"]) == pytest.approx({e["position"]: e["figures"]["loss"] for e in evaluations}, rel=1e-6)
     assert {"train/loss", "train/rate", "time/data", "time/compute", "time/comm", "speed/samples_per_s"} <= set(before)
     mine = [e for e in jobs.events(kind="steps") if e["rank"] == 0 and e["loss"] is not None]
     assert [v for _, v in before["train/loss"]] == pytest.approx([e["loss"] for e in mine], rel=1e-5)
-    jobs.train(*settings, "epochs=3", "resume=auto").end().expect(0)
+    jobs.train(*settings, "epochs=3", "resume=auto").end(100).expect(0)
     after = scalars(jobs.folder / "run" / FOLDER)
     places = [step for step, _ in after["valid/loss"]]
     assert places == sorted(set(places))
@@ -76,7 +77,7 @@ def test_a_run_writes_its_figures_and_a_resumed_one_goes_on(jobs: Jobs) -> None:
 
 @pytest.mark.dist
 def test_it_can_be_switched_off_and_the_start_says_who_runs(jobs: Jobs) -> None:
-    jobs.train("strategy=dpsgd", "learners=3", "epochs=1", "wire=inproc", "tensorboard=false").end().expect(0)
+    jobs.train("strategy=dpsgd", "learners=3", "epochs=1", "wire=inproc", "tensorboard=false").end(100).expect(0)
     assert not (jobs.folder / "run" / FOLDER).exists()
     (start,) = jobs.events(kind="start")
     assert start["learners"] == 3

@@ -156,17 +156,17 @@ def intervals(rows: Sequence[tuple[str, int, float, float, float]], title: str, 
     """One line per row (label, colour, value, low, high): a mark with its interval."""
     if not rows:
         return ""
-    left = min(170, 16 + 7.0 * max(len(label) for label, *_ in rows))
+    left = min(200, 16 + 7.2 * max(len(label) for label, *_ in rows))
     high = 26 * len(rows) + 44
     across = axis([x for _, _, *three in rows for x in three], left, WIDE - 50, zero=True)
     drawn = []
-    for tick in across.ticks(4):
+    for tick in across.ticks():
         x = place(across(tick))
         drawn.append(f'<path class="grid" d="M{x} 6V{high - 34}"/>')
         drawn.append(f'<text class="tick" x="{x}" y="{high - 20}" text-anchor="middle">{short(tick)}</text>')
     for n, (label, colour, value, low, top) in enumerate(rows):
         y = 18 + 26 * n
-        short_label = label if len(label) <= 22 else label[:21] + "…"
+        short_label = label if len(label) <= 26 else label[:25] + "…"
         drawn.append(f'<text class="name" x="{left - 8:g}" y="{y}" dy=".35em" text-anchor="end">{escape(short_label)}</text>')
         drawn.append(f'<path class="whisker c{colour}" d="M{place(across(low))} {y}H{place(across(top))}"/>')
         drawn.append(mark(colour, across(value), y, f"{label}: {value:.2f} ({low:.2f} to {top:.2f})", 5))

@@ -16,11 +16,12 @@ def section(runs: Sequence[Run]) -> str:
     if not heard:
         return ""
     several = len(heard) > 1
+    sets = {r.get("set") for run in heard for r in run.words.systems}
     rows, marks = [], []
     for n, run in enumerate(runs):
         for r in run.words.systems:
             label = f"{r.get('name')} · {r.get('set')}"
-            who = f"{run.name}: {label}" if several else label
+            who = f"{run.name} {r.get('name') if len(sets) == 1 else label}" if several else label
             marks.append((who, colour(n), float(r["wer"]), float(r["low"]), float(r["high"])))
             kinds = " / ".join(number(r.get(k)) for k in ("substitutions", "insertions", "deletions"))
             row = [escape(label), f"{r['wer']:.2f}", f"{r['low']:.2f} – {r['high']:.2f}", kinds]
@@ -31,9 +32,9 @@ def section(runs: Sequence[Run]) -> str:
         "lower is better. The bars are 95 % intervals over resampled speakers: systems whose bars overlap widely may differ by "
         "chance alone; the differences below, speaker by speaker, say more."
     )
-    inside = (
-        f'<div class="pair uneven"><div>{chart}</div><div>{table(head, rows, 2 if several else 1, stacks=True)}</div></div>'
-    )
+    layout = "" if several else ' class="pair uneven"'  # with the names of runs the table needs the whole width
+    rates = table(head, rows, 2 if several else 1, stacks=True)
+    inside = f'<div{layout}><div class="chart">{chart}</div><div>{rates}</div></div>'
     parts = [card(inside, look, "Word error rate", "wer")]
     more: list[str] = []
     pairs = [(run, p) for run in heard for p in run.words.paired]
