@@ -376,7 +376,7 @@ class Run:
         self.panel.start(Subject(title, self.task.samples, frames, seconds), self.learner.everybody)
 
     def _signals(self) -> Any:
-        return StopOnSignals(self._asked_to_stop)
+        return StopOnSignals(self._asked_to_stop, self.panel.urgent)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
