@@ -7,6 +7,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -51,7 +52,7 @@ class Browser:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         os.close(self._out)
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: the browser and what it has started
         self._process.wait(10)
         os.close(self._in)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -76,7 +77,7 @@ class Browser:
                 if wanted(said):
                     return dict(said)
             left = deadline - time.monotonic()
-            assert left > 0 and select.select([self._in], [], [], left)[0], f"the browser did not answer {what}"
+            assert select.select([self._in], [], [], max(left, 0.0))[0], f"the browser did not answer {what}"
             more = os.read(self._in, 1 << 20)
             assert more, f"the browser ended during {what}"
             self._rest += more

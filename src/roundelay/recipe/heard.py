@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from roundelay.asr.score import Texts, read_text, score
+from roundelay.asr.score import Texts, paired, read_text, score
 from roundelay.report.page import names_of, write_report
 from roundelay.report.reading import Run, Words, read_run
 
@@ -83,6 +84,23 @@ def words_of(run: Path) -> Words | None:
     return words
 
 
+def against_first(runs: Sequence[Path]) -> dict[Path, list[dict[str, Any]]]:
+    """How the other runs' networks differ from the first one's on the same utterances, speaker by speaker."""
+    names = dict(zip(runs, names_of(runs), strict=True))
+    known = {run: {h.set: h for h in heard(run) if h.system == NETWORK} for run in dict.fromkeys(runs)}
+    spoken = [run for run, sets in known.items() if sets]
+    found: dict[Path, list[dict[str, Any]]] = {}
+    for other in spoken[1:]:
+        first = spoken[0]
+        for name, theirs in known[other].items():
+            ours = known[first].get(name)
+            if ours is not None and ours.refs == theirs.refs:
+                pair = paired(ours.refs, ours.hyps, theirs.hyps, ours.speakers)
+                told = {"set": name, "from": names[first], "to": names[other], **asdict(pair)}
+                found.setdefault(other, []).append(told)
+    return found
+
+
 # -- roundelay report --------------------------------------------------------------------------------------------------
 
 
@@ -90,6 +108,8 @@ def report(runs: list[Path], out: Path | None = None) -> tuple[Path, list[Run]]:
     """Writes the page of these runs, with all that is known of their words; returns its path and what was read."""
     read = [read_run(run) for run in runs]  # mistakes show before anything is scored
     extra = {run: words for run in runs if (words := words_of(run)) is not None}
+    for path, pairs in against_first(runs).items():
+        extra[path].paired = [*extra[path].paired, *pairs]
     where = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     write_report(runs, where, extra)
     for run, name in zip(read, names_of(runs), strict=True):

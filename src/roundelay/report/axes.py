@@ -56,13 +56,13 @@ def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Powers of ten; with few of them also twice and five times."""
+    """Powers of ten; with few of them also twice and five times; within one of them any round values."""
     first, last = math.floor(math.log10(low) - 1e-9), math.ceil(math.log10(high) + 1e-9)
     for parts in ((1, 2, 5), (1, 3), (1,)):
         ticks = [m * 10.0**p for p in range(first, last + 1) for m in parts]
         inside = [t for t in ticks if low * 0.999 <= t <= high * 1.001]
         if len(inside) <= wanted + 2:
-            return inside
+            return inside if len(inside) > 2 else round_ticks(low, high, wanted)
     every = math.ceil(len(inside) / wanted)
     return inside[::every]
 

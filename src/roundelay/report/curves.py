@@ -60,7 +60,7 @@ def learning(runs: Sequence[Run]) -> str:
     fast = lines(speed, "samples per second against time", SECONDS, "samples/s", zero=True, log=False)
     if rate or fast:
         look = (
-            "left, the schedule: warm-up, then annealing, the same for every strategy; right, how many samples all learners "
+            "first, the schedule: warm-up, then annealing, the same for every strategy; then, how many samples all learners "
             "together work through per second. A dip is a save, an evaluation, or a machine that was busy."
         )
         parts.append(

@@ -7,7 +7,7 @@ down on narrow ones. Every mark carries its number as a title, which browsers sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 from roundelay.report.axes import Axis, axis, number, short
@@ -15,7 +15,7 @@ from roundelay.report.series import Points
 
 WIDE, HIGH = 420, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 38
-LOG_FROM = 6.0
+LOG_FROM = 3.0
 """Losses whose largest is so many times their smallest are drawn on a logarithmic axis."""
 SHAPES = ("circle", "square", "diamond", "triangle")
 
@@ -29,7 +29,6 @@ class Series:
     points: Points
     marks: bool = False
     dashed: bool = False
-    notes: list[str] = field(default_factory=list)
 
 
 def svg(inside: Sequence[str], title: str, wide: float = WIDE, high: float = HIGH) -> str:
@@ -66,12 +65,10 @@ def lines(
             path = "M" + "L".join(f"{place(across(x))} {place(up(y))}" for x, y in s.points)
             dashed = " dashed" if s.dashed else ""
             drawn.append(f'<path class="line c{s.colour}{dashed}" d="{path}"/>')
-        if s.marks or len(s.points) == 1:
-            drawn += [
-                mark(s.colour, across(x), up(y), f"{s.name}: {number(y)} at {number(x, 3)} {x_label}") for x, y in s.points
-            ]
-        else:
-            drawn += [touch(across(x), up(y), f"{s.name}: {number(y)} at {number(x, 3)} {x_label}") for x, y in s.points]
+        small = 3.0 if len(s.points) > 25 else 4.0
+        for x, y in s.points:
+            at, text = (across(x), up(y)), f"{s.name}: {number(y)} at {number(x, 3)} {x_label}"
+            drawn.append(mark(s.colour, *at, text, small) if s.marks or len(s.points) == 1 else touch(*at, text))
     return svg(drawn, title)
 
 
@@ -159,17 +156,17 @@ def intervals(rows: Sequence[tuple[str, int, float, float, float]], title: str, 
     """One line per row (label, colour, value, low, high): a mark with its interval."""
     if not rows:
         return ""
-    left = min(170, 16 + 7.0 * max(len(label) for label, *_ in rows))
+    left = min(200, 16 + 7.2 * max(len(label) for label, *_ in rows))
     high = 26 * len(rows) + 44
     across = axis([x for _, _, *three in rows for x in three], left, WIDE - 50, zero=True)
     drawn = []
-    for tick in across.ticks(4):
+    for tick in across.ticks():
         x = place(across(tick))
         drawn.append(f'<path class="grid" d="M{x} 6V{high - 34}"/>')
         drawn.append(f'<text class="tick" x="{x}" y="{high - 20}" text-anchor="middle">{short(tick)}</text>')
     for n, (label, colour, value, low, top) in enumerate(rows):
         y = 18 + 26 * n
-        short_label = label if len(label) <= 22 else label[:21] + "…"
+        short_label = label if len(label) <= 26 else label[:25] + "…"
         drawn.append(f'<text class="name" x="{left - 8:g}" y="{y}" dy=".35em" text-anchor="end">{escape(short_label)}</text>')
         drawn.append(f'<path class="whisker c{colour}" d="M{place(across(low))} {y}H{place(across(top))}"/>')
         drawn.append(mark(colour, across(value), y, f"{label}: {value:.2f} ({low:.2f} to {top:.2f})", 5))

@@ -34,9 +34,7 @@ def details(run: Run) -> str:
             "threads per learner": about.get("threads"),
             "machines": ", ".join(sorted(set(map(str, start.get("hosts") or [])))),
             "parameters": number(start["parameters"]) if start.get("parameters") else None,
-            "global batch": f"{sum(batches)} = {' + '.join(map(str, batches))}"
-            if 0 < len(batches) <= 8
-            else sum(batches) or None,
+            "global batch": f"{sum(batches)}{' = ' + ' + '.join(map(str, batches)) if 1 < len(batches) <= 8 else ''}",
         }
         parts.append(f"<h3>Environment</h3>{facts(known)}")
     elif run.engine is not None:
@@ -57,7 +55,10 @@ def commands(run: Run) -> list[str]:
     typed = about.get("command")
     if isinstance(typed, list) and len(typed) > 1:
         name = "roundelay" if "roundelay" in str(typed[0]) else f"python {shlex.quote(str(typed[0]))}"
-        arguments = shlex.join(dict.fromkeys(str(a) for a in typed[1:]))
+        words = [str(a) for a in typed[1:]]
+        if words[-1].startswith('run="') and any(w.startswith("run=") for w in words[:-1]):
+            words.pop()  # what the command has handed to its learners
+        arguments = shlex.join(words)
         found += [f"cd {shlex.quote(str(about.get('folder') or '.'))}", f"{name} {arguments}"]
     if run.settings:
         if found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,11 @@ from roundelay.report.parts import card, table
 from roundelay.report.reading import Run
 
 SIDE = 300
+LOOK = (
+    "on the circle, a line for every pair of learners that ever average; in the table, the mixing matrix: how much of learner "
+    "j (column) learner i (row) takes in one round, on average. The larger the spectral gap, the sooner a change made by one "
+    "learner has reached all."
+)
 MOST_LINES = 700
 """Beyond so many pairs a complete graph is drawn as a disc."""
 
@@ -97,12 +103,12 @@ def heat(mixing: Mapping[str, Any]) -> str:
             x, y = left + j * cell, left + i * cell
             if round(weight, 9) != common or size <= 12:
                 title = f"rank {nodes[i]} takes {number(weight, 3)} of rank {nodes[j]}"
-                drawn.append(square(x, y, cell, weight, largest, title))
+                drawn.append(square(x, y, cell, weight, largest, title, covers=common > 0))
             if size <= 8 and weight > 0:
                 strong = " on" if weight > 0.55 * largest else ""
                 drawn.append(
                     f'<text class="weight{strong}" x="{place(x + cell / 2)}" y="{place(y + cell / 2)}" dy=".35em" '
-                    f'text-anchor="middle">{number(weight, 3)}</text>'
+                    f'text-anchor="middle">{weight:.2g}</text>'
                 )
     every = max(1, math.ceil(size / 12))
     for n in range(0, size, every):
@@ -112,33 +118,28 @@ def heat(mixing: Mapping[str, Any]) -> str:
     return svg(drawn, f"mixing matrix of {size} learners", SIDE, SIDE)
 
 
-def square(x: float, y: float, side: float, weight: float, largest: float, title: str) -> str:
+def square(x: float, y: float, side: float, weight: float, largest: float, title: str, *, covers: bool = False) -> str:
+    """Darker where the weight is larger. `covers`: what lies behind it must not shine through."""
     strength = 0.04 + 0.9 * weight / largest if weight > 0 else 0.0
-    return (
-        f'<rect class="heat" x="{place(x)}" y="{place(y)}" width="{side:.2f}" height="{side:.2f}" '
-        f'fill-opacity="{strength:.3f}"><title>{escape(title)}</title></rect>'
-    )
+    where = f'x="{place(x)}" y="{place(y)}" width="{side:.2f}" height="{side:.2f}"'
+    behind = f'<rect class="blank" {where}/>' if covers else ""
+    return f'{behind}<rect class="heat" {where} fill-opacity="{strength:.3f}"><title>{escape(title)}</title></rect>'
 
 
 def section(runs: Sequence[Run]) -> str:
-    parts, seen = [], set()
+    """A ring and a matrix for every way of averaging that occurs."""
+    found: dict[str, list[Run]] = {}
     for run in runs:
         about = run.start.get("mixing")
-        if not isinstance(about, Mapping) or about.get("kind") == "none":
-            continue
-        key = (about.get("kind"), about.get("topology"), tuple(about.get("nodes") or ()), tuple(sorted(run.lost)))
-        same = [r.name for r in runs if r.start.get("mixing") == about and r.lost == run.lost]
-        if key in seen:
-            continue
-        seen.add(key)
-        heading = "Who averages with whom" + (f": {', '.join(same)}" if len(runs) > 1 else "")
-        drawn = [ring(about, run.lost), heat(about), in_words(about)]
+        if isinstance(about, Mapping) and about.get("kind") != "none":
+            found.setdefault(json.dumps([about, sorted(run.lost)]), []).append(run)
+    parts: list[str] = []
+    for same in found.values():
+        about = same[0].start["mixing"]
+        heading = "Who averages with whom" + (f": {', '.join(r.name for r in same)}" if len(runs) > 1 else "")
+        drawn = [ring(about, same[0].lost), heat(about), in_words(about)]
         inside = f'<div class="ringed">{"".join(f"<div>{d}</div>" for d in drawn)}</div>'
-        look = (
-            "left, a line for every pair of learners that ever average; right, the mixing matrix: how much of learner j "
-            "(column) learner i (row) takes in one round, on average. The larger the spectral gap, the sooner a change made by "
-            "one learner has reached all."
-        )
+        look = LOOK if len(parts) == len(found) - 1 else ""
         parts.append(card(inside, look, heading, "mixing"))
     return "".join(parts)
 

@@ -60,8 +60,12 @@ class Run:
 
     @cached_property
     def learners(self) -> int:
-        counted = max([*self.steps, *self.summaries, *self.lost, -1]) + 1
-        return max(int(self.start.get("learners") or 0), counted) or int(self.settings.get("learners", 1))
+        told = self.start.get("learners")
+        return (
+            int(told)
+            if told
+            else max([*self.steps, *self.summaries, *self.lost, int(self.settings.get("learners", 1)) - 1]) + 1
+        )
 
     @cached_property
     def seconds(self) -> float | None:

@@ -86,7 +86,7 @@ def staleness(run: Run) -> list[tuple[str, float]]:
     rows = [(str(k), counts[k]) for k in range(8)]
     rows += [(f"{a}+", sum(v for k, v in counts.items() if a <= k <= b)) for a, b in TAIL]
     rows.append(("128+", sum(v for k, v in counts.items() if k >= 128)))
-    while rows and not rows[-1][1]:
+    while len(rows) > 4 and not rows[-1][1]:
         rows.pop()
     return [(label, 100 * count / total) for label, count in rows]
 

@@ -71,13 +71,13 @@ def strip_row(run: Run, strip: series.Strip, bins: int, width: float) -> str:
 
 def asynchrony(runs: Sequence[Run]) -> str:
     parts = []
-    groups = [(r.name, colour(n), series.staleness(r)) for n, r in enumerate(runs)]
+    groups = [(r.name, colour(n), series.staleness(r)) for n, r in enumerate(runs) if r.learners > 1]
     stale = bars(
         [g for g in groups if g[2]], "staleness of gradients", "staleness (8+: from 8 to 15, and so on)", "% of gradients"
     )
     if stale:
         means = "; ".join(
-            f"{escape(r.name)} {number(m, 3)}" for r in runs if (m := series.mean_staleness(r)) is not None
+            f"{escape(r.name)} {number(m, 3)}" for r in runs if r.learners > 1 and (m := series.mean_staleness(r)) is not None
         )  # fmt: skip
         look = (
             "how many other updates went into a learner's weights between the moment its gradient was begun and the moment it "

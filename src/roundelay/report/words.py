@@ -16,30 +16,27 @@ def section(runs: Sequence[Run]) -> str:
     if not heard:
         return ""
     several = len(heard) > 1
+    sets = {r.get("set") for run in heard for r in run.words.systems}
     rows, marks = [], []
     for n, run in enumerate(runs):
         for r in run.words.systems:
             label = f"{r.get('name')} · {r.get('set')}"
-            who = f"{run.name}: {label}" if several else label
+            who = f"{run.name} {r.get('name') if len(sets) == 1 else label}" if several else label
             marks.append((who, colour(n), float(r["wer"]), float(r["low"]), float(r["high"])))
-            counts = [number(r.get(k)) for k in ("substitutions", "insertions", "deletions", "words", "speakers")]
-            rows.append(
-                [
-                    *([escape(run.name)] if several else []),
-                    escape(label),
-                    f"{r['wer']:.2f}",
-                    f"{r['low']:.2f} – {r['high']:.2f}",
-                    *counts,
-                ]
-            )
-    head = [*(["run"] if several else []), "system · set", "WER %", "95 % interval", "sub", "ins", "del", "words", "speakers"]
+            kinds = " / ".join(number(r.get(k)) for k in ("substitutions", "insertions", "deletions"))
+            row = [escape(label), f"{r['wer']:.2f}", f"{r['low']:.2f} – {r['high']:.2f}", kinds]
+            rows.append([*([escape(run.name)] if several else []), *row, number(r.get("words")), number(r.get("speakers"))])
+    head = [*(["run"] if several else []), "system · set", "WER %", "95 % interval", "sub / ins / del", "words", "speakers"]
     chart = intervals(marks, "word error rates", "word error rate, %")
     look = (
         "lower is better. The bars are 95 % intervals over resampled speakers: systems whose bars overlap widely may differ by "
         "chance alone; the differences below, speaker by speaker, say more."
     )
-    inside = f'<div class="pair"><div>{chart}</div><div>{table(head, rows, 2 if several else 1, stacks=True)}</div></div>'
+    layout = "" if several else ' class="pair uneven"'  # with the names of runs the table needs the whole width
+    rates = table(head, rows, 2 if several else 1, stacks=True)
+    inside = f'<div{layout}><div class="chart">{chart}</div><div>{rates}</div></div>'
     parts = [card(inside, look, "Word error rate", "wer")]
+    more: list[str] = []
     pairs = [(run, p) for run in heard for p in run.words.paired]
     if pairs:
         rows = [
@@ -53,7 +50,7 @@ def section(runs: Sequence[Run]) -> str:
         ]
         head = [*(["run"] if several else []), "difference", "points", "95 % interval"]
         look = "an interval that does not hold 0 is a real difference; below 0, the first of the two is better."
-        parts.append(card(table(head, rows, 2 if several else 1), look, "Differences between systems", "wer-paired"))
+        more.append(card(table(head, rows, 2 if several else 1), look, "Differences between systems", "wer-paired"))
     confusions = [(run, c) for run in heard for c in run.words.confusions]
     if confusions:
         rows = [
@@ -68,5 +65,5 @@ def section(runs: Sequence[Run]) -> str:
         ]
         head = [*(["run"] if several else []), "system · set", "said", "heard", "times"]
         look = "words that sound alike are expected; one word that is always missed points at its pronunciation in the lexicon."
-        parts.append(card(table(head, rows, len(head) - 1), look, "Worst confusions", "confusions"))
-    return "".join(parts)
+        more.append(card(table(head, rows, len(head) - 1), look, "Worst confusions", "confusions"))
+    return f'{"".join(parts)}<div class="pair">{"".join(more)}</div>'

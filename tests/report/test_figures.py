@@ -1,0 +1,180 @@
+"""The drawings hold the run's numbers, at the places where they belong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from events import BEGAN, start, steps, whole, write_recipe, write_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundelay.report import mixing, series
+from roundelay.report.axes import axis, log_ticks, number, round_ticks, short
+from roundelay.report.figures import Series, bars, lines
+from roundelay.report.page import page
+from roundelay.report.reading import read_run
+
+
+def titles(svg: str) -> list[str]:
+    return re.findall(r"<title>(.*?)</title>", svg)
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.14032, "0.1403"), (24576, "24,576"), (7426.4, "7,426"), (-1.2294, "−1.229"), (0.0, "0"), (1.5e-5, "1.50e−5"),
+     (None, "–"), (float("nan"), "–"), (2.5, "2.500")],
+)  # fmt: skip
+def test_numbers_are_short_and_keep_what_matters(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 8))
+def test_ticks_are_round_and_inside(low: float, wide: float, wanted: int) -> None:
+    ticks = round_ticks(low, low + wide, wanted)
+    assert len(ticks) <= wanted + 1
+    slack = 1e-6 * (abs(low) + wide)
+    assert all(low - slack <= t <= low + wide + slack for t in ticks)
+
+
+@given(st.floats(1e-9, 1e6), st.floats(1.5, 1e9))
+def test_logarithmic_ticks_are_inside(low: float, times: float) -> None:
+    ticks = log_ticks(low, low * times)
+    assert len(ticks) <= 8
+    assert all(low * 0.99 <= t <= low * times * 1.01 for t in ticks)
+
+
+def test_an_axis_has_room_for_equal_values() -> None:
+    for value in (0.0, 3.0, -2.0):
+        flat = axis([value, value], 0, 100)
+        assert 0 < flat(value) < 100
+    assert [short(x) for x in (5000, 0.25, 3e-4, 2e6)] == ["5k", "0.25", "3e−4", "2M"]
+
+
+# -------------------------------------------------------------------------------------------------------------- charts
+
+
+def test_every_measurement_is_a_mark_at_its_place() -> None:
+    svg = lines([Series("a", 0, [(0, 1.0), (100, 0.75), (200, 0.625)], marks=True)], "t", "samples", "loss")
+    ElementTree.fromstring(svg)
+    assert titles(svg) == ["a: 1 at 0 samples", "a: 0.7500 at 100 samples", "a: 0.6250 at 200 samples"]
+    marks = [(float(x), float(y)) for x, y in re.findall(r'<circle class="mark c0" cx="([\d.]+)" cy="([\d.]+)"', svg)]
+    (x0, y0), (x1, y1), (x2, y2) = marks
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert y1 - y0 == pytest.approx(2 * (y2 - y1), abs=0.3)  # a linear scale, downwards
+    assert y0 < y1 < y2
+
+
+def test_values_of_many_sizes_get_a_logarithmic_axis() -> None:
+    svg = lines([Series("a", 0, [(0, 10.0), (1, 1.0), (2, 0.1)], marks=True)], "t", "s", "loss")
+    _, y0, y1, y2 = [0.0, *(float(y) for y in re.findall(r'cy="([\d.]+)"', svg))]
+    assert y1 - y0 == pytest.approx(y2 - y1, abs=0.2)
+
+
+def test_nothing_to_draw_is_nothing() -> None:
+    assert lines([Series("a", 0, [])], "t", "s", "loss") == ""
+    assert bars([], "t", "x", "y") == ""
+
+
+def test_names_cannot_break_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "<b>&x", whole(1), settings='strategy = "<script>alert(1)</script>"\n')
+    text = page([read_run(folder), read_run(folder)])
+    assert "<script" not in text
+    assert "<b>&x" not in text
+
+
+# ---------------------------------------------------------------------------------------------------- from the events
+
+
+def test_losses_of_learners_are_averaged_over_the_same_stretch(tmp_path: Path) -> None:
+    events = [steps(rank, float(s), 10 * s, loss=float(rank)) for s in range(1, 5) for rank in range(4)]
+    run = read_run(write_run(tmp_path / "a", events))
+    assert series.train_loss(run, "position") == [(10, 1.5), (20, 1.5), (30, 1.5), (40, 1.5)]
+
+
+def test_speed_is_the_sum_of_all_learners(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", whole(3)))
+    assert [y for _, y in series.throughput(run)] == pytest.approx([300.0] * 4)
+
+
+def test_staleness_is_counted_over_all_learners(tmp_path: Path) -> None:
+    events = [steps(0, 1.0, 0, staleness={"0": 6, "9": 2}), steps(1, 1.0, 0, staleness={"1": 1, "200": 1})]
+    run = read_run(write_run(tmp_path / "a", events))
+    found = dict(series.staleness(run))
+    assert (found["0"], found["1"], found["8+"], found["128+"]) == (60.0, 10.0, 20.0, 10.0)
+    assert sum(found.values()) == pytest.approx(100.0)
+    assert series.mean_staleness(run) == pytest.approx((2 * 9 + 1 + 200) / 10)
+
+
+def test_the_time_of_a_learner_adds_up(tmp_path: Path) -> None:
+    slow = steps(1, 2.0, 0, elapsed_s=2.0, seconds={"compute": 3.0, "comm": 1.0})  # more than went by: kinds that overlap
+    run = read_run(write_run(tmp_path / "a", [steps(0, 1.0, 0), steps(0, 2.0, 0), slow]))
+    fast, other = series.strips(run, 8)
+    assert fast.seconds == pytest.approx({"compute": 1.0, "comm": 0.5, "other": 0.5})
+    assert other.seconds == pytest.approx({"compute": 1.5, "comm": 0.5})
+    for strip in (fast, other):
+        assert [sum(cell.values()) for cell in strip.bins] == pytest.approx([1.0] * 8)
+
+
+# -------------------------------------------------------------------------------------------------------------- mixing
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64])
+def test_the_ring_has_its_learners_and_pairs(size: int) -> None:
+    about = start(size)["mixing"]
+    svg = mixing.ring(about, {})
+    ElementTree.fromstring(svg)
+    assert svg.count('class="node"') == size
+    assert svg.count('class="edge') == len(about["weights"])
+    matrix = mixing.matrix_of(about)
+    assert all(sum(row) == pytest.approx(1.0) for row in matrix)
+    if size == 5:
+        assert matrix[0] == pytest.approx([0.5, 0.25, 0, 0, 0.25])
+        assert "rank 0 takes 0.250 of rank 4" in mixing.heat(about)
+
+
+def test_a_mean_over_all_and_a_server_are_drawn_as_such() -> None:
+    nodes = {"nodes": [0, 1, 2, 3], "machines": [[0, 1, 2, 3]], "topology": None}
+    assert mixing.matrix_of({**nodes, "kind": "mean", "every_pair": 0.25}) == [[0.25] * 4] * 4
+    assert mixing.pairs_of({**nodes, "kind": "server", "weights": []}) == [(0, 1), (0, 2), (0, 3)]
+    assert mixing.heat({**nodes, "kind": "server", "weights": []}) == ""
+
+
+def test_64_learners_and_a_lost_one_make_a_page_of_sane_size(tmp_path: Path) -> None:
+    gone = {"event": "lost", "time": BEGAN + 2.5, "rank": 0, "lost": 13, "why": "killed by signal SIGKILL"}
+    events = [e for e in whole(64, 40) if e["rank"] != 13 or e["time"] < BEGAN + 2.2] + [gone]
+    text = page([read_run(write_run(tmp_path / "a", events))])
+    assert len(text) < 1_500_000
+    assert text.count('class="who"') == 64
+    assert "Rank 13 was lost: killed by signal SIGKILL" in text
+    assert text.count('class="node gone"') == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- page
+
+
+def test_a_page_has_every_figure_and_needs_nothing_else(tmp_path: Path) -> None:
+    text = page([read_run(write_recipe(tmp_path / "r", whole(3)))])
+    figures = set(re.findall(r'data-figure="([\w-]+)"', text))
+    wanted = {"summary", "wer", "train-loss", "held-out-loss", "held-out-accuracy", "rate-speed", "time-split", "staleness"}
+    assert figures >= wanted | {"consensus", "mixing", "details"}
+    assert "http" not in text.replace("http-equiv", "")
+    assert "<script" not in text
+    assert all(s in text for s in ("0.2345", "0.8765", "5.00", "0.1234", "torch 9.9.9", "roundelay train"))
+
+
+def test_several_runs_share_their_axes_and_say_where_they_differ(tmp_path: Path) -> None:
+    a = read_run(write_run(tmp_path / "a", whole(2), settings='strategy = "adpsgd"\nlr = 0.5\nrun = "x"\n'))
+    b = read_run(write_run(tmp_path / "b", whole(2, 8), settings='strategy = "sync"\nlr = 0.25\nrun = "y"\n'))
+    text = page([a, b])
+    table = text[text.index("<table") : text.index("</table>")]
+    assert all(f">{cell}<" in table for cell in ("a", "b", "adpsgd", "sync", "lr", "0.5", "0.25", "4.0", "8.0"))
+    assert ">run<" in table
+    assert ">x<" not in table
+    loss = text[text.index('data-figure="train-loss"') : text.index('data-figure="held-out-loss"')]
+    assert loss.count('class="line c0"') == loss.count('class="line c1"') == 3  # its key, against samples, against seconds
