@@ -22,7 +22,7 @@ from roundelay.core.history import History
 from roundelay.core.task import epoch_order
 from roundelay.core.traits import Strategy
 from roundelay.core.worker import Share, Worker
-from roundelay.errors import DataError, UsageError
+from roundelay.errors import DataError, PeerLost, UsageError
 from roundelay.train.about import environment, mixing
 from roundelay.train.claims import Claim, Dealt, Race, Turn
 from roundelay.train.optim import Optimizer
@@ -184,7 +184,12 @@ class Learner:
             living = json.loads(self.job.store.claim("closing-members", json.dumps(net.living())))
             if len(living) < net.size:
                 part = net.part(living, "closing")
-                assert part is not None
+                if part is None:
+                    raise PeerLost(
+                        "the others took this rank for dead: it gave no sign of life for too long, and they ended without it",
+                        where=f"rank {self.place.rank}",
+                        do="the machine may have been suspended or crowded; go on from the last checkpoint with resume=auto",
+                    )
                 self._nets.append(part)
                 net = part
             if net.size > 1:

@@ -431,7 +431,9 @@ class Run:
         self.panel.start(Subject(title, self.task.samples, frames, seconds), self.learner.everybody)
 
     def _signals(self) -> Any:
-        return StopOnSignals(self._asked_to_stop) if self.place.host.speaks(self.place.rank) else nullcontext()
+        if not self.place.host.speaks(self.place.rank):
+            return nullcontext()
+        return StopOnSignals(self._asked_to_stop, self.panel.urgent)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

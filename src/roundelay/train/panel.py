@@ -104,6 +104,13 @@ class Panel:
         else:
             print(wrapped(text, columns(self._stream)), file=self._stream, flush=True)
 
+    def urgent(self, text: str) -> None:
+        """A line that is said whatever the kind, above the panel where there is one."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
     def start(self, subject: Subject, ranks: Callable[[], list[Figures]]) -> None:
         self.subject, self.ranks = subject, ranks
         if self.kind == "none":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 
 class StopOnSignals:
     """The first SIGINT or SIGTERM asks for a stop at the next step; a second SIGINT stops at once."""
 
-    def __init__(self, flag: threading.Event) -> None:
-        self._flag = flag
+    def __init__(self, flag: threading.Event, say: Callable[[str], None]) -> None:
+        self._flag, self._say = flag, say
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
@@ -24,7 +24,7 @@ class StopOnSignals:
         if self._flag.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._flag.set()
-        print("roundelay: stopping after this step; a checkpoint is being written", file=sys.stderr, flush=True)
+        self._say("roundelay: stopping after this step; a checkpoint is being written")
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._before.items():

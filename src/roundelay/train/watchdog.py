@@ -18,6 +18,7 @@ from roundelay.train.place import Place
 
 BEAT_S = 0.5
 LOST_S = 6.0
+FROZEN_S = 2.0
 STALL_S = 10.0
 SHOWN = ("steps", "samples", "samples_per_s", "loss", "rate", "seconds", "elapsed_s", "staleness", "pair_distance")
 
@@ -45,6 +46,7 @@ class Watchdog:
         self._end: Callable[[], None] | None = None
         self._seen: dict[int, tuple[str, float]] = {}
         self._warned_at = 0.0
+        self._looked = time.monotonic()
         self._blind = self._left = False
 
     def start(self) -> None:
@@ -71,6 +73,9 @@ class Watchdog:
     def beat(self) -> None:
         """One sign of life, and one look at the others'."""
         store, now = self.job.store, time.monotonic()
+        if now - self._looked > FROZEN_S:  # who was asleep (a suspended or crowded machine) cannot say that others were silent
+            self._seen = {rank: (sign, now) for rank, (sign, _) in self._seen.items()}
+        self._looked = now
         phase, step = self.worker.phase, self.worker.k
         store.set(
             f"beat/{self.place.rank}",
