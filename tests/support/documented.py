@@ -87,7 +87,6 @@ NETWORK = "tests/bench/test_network.py::test_ddp_and_gossip_between_two_machines
 HIERARCHY = "tests/bench/test_network.py::test_a_machine_of_two_learners_sends_one_model_per_meeting"
 EXAMPLE = "tests/test_examples.py::test_join_any_module_on_two_learners_shares_the_batches"
 DEMO = "tests/test_docs_commands.py::test_the_demo_in_miniature"
-REAL_RECIPE = "tests/asr/test_recipe.py::test_a_recipe_goes_from_recordings_to_word_error_rates"
 
 BY_TEST: dict[str, str] = {
     "roundelay bench network": NETWORK,
@@ -100,12 +99,15 @@ BY_TEST: dict[str, str] = {
     "torchrun --standalone --nproc-per-node 2 examples/join_any_module.py": EXAMPLE,
     "torchrun --nproc-per-node 4 script.py": EXAMPLE,
     "roundelay demo --json": DEMO,
-    "roundelay run recipes/digits": REAL_RECIPE,
-    "roundelay run recipes/digits --until align": REAL_RECIPE,
-    "roundelay run recipes/commands": "tests/asr/test_recipe.py::test_every_recipe_can_be_read",
 }
 
+RECORDINGS = (
+    "needs recordings that are not in the repository; where they are, tests/asr/test_recipe.py runs a small recipe on them"
+)
 CANNOT: dict[str, str] = {
+    "roundelay run recipes/digits": RECORDINGS,
+    "roundelay run recipes/digits --until align": RECORDINGS,
+    "roundelay run recipes/commands": RECORDINGS,
     "git clone … && cd roundelay": "needs the network and an address",
     "sbatch train.sbatch": "needs a Slurm cluster; the script itself is run by test_the_slurm_script_on_one_machine",
     "squeue --me": "needs a Slurm cluster",
@@ -117,7 +119,10 @@ CANNOT: dict[str, str] = {
 
 
 def shrunk(text: str) -> str:
-    """The example task, small: fewer samples, and learners as threads where the command does not ask for more."""
+    """The example task, small: fewer samples, and learners as threads where the command does not ask for more. The speech
+    road in this process: starting others takes longer than the work."""
+    if text.split()[:2] in [["roundelay", verb] for verb in ("prepare", "align", "decode", "export")] and "--help" not in text:
+        return f"{text} --jobs 1"
     if not text.startswith(("roundelay train examples/", "RANK=")):
         return text
     if text.startswith("RANK="):
