@@ -13,7 +13,7 @@ from roundelay.train.battery import in_threads
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("wire", ["inproc", "shm", "torchdist"])
+@pytest.mark.parametrize("wire", ["inproc", "shm", "torchdist", "mpi"])
 def test_no_update_is_lost_or_halved_by_a_meeting(wire: str, size: int, crew: Crew) -> None:
     results = crew.on(wire)(updates_during_meetings, 40, size=size)
     put_in = sum(r["start"] + r["moved"] for r in results)
@@ -24,7 +24,7 @@ def test_no_update_is_lost_or_halved_by_a_meeting(wire: str, size: int, crew: Cr
 
 @pytest.mark.dist
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("wire", ["inproc", "shm", "torchdist"])
+@pytest.mark.parametrize("wire", ["inproc", "shm", "torchdist", "mpi"])
 def test_a_gradient_never_waits_for_a_slow_neighbour(wire: str, crew: Crew) -> None:
     results = crew.on(wire)(stuck_neighbour, 12, size=2)
     assert [r["steps"] for r in results] == [1, 12]
@@ -36,7 +36,7 @@ def test_a_gradient_never_waits_for_a_slow_neighbour(wire: str, crew: Crew) -> N
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
 @pytest.mark.parametrize("samples", [[4, 4, 4], [5, 1, 3], [2, 0, 6]])
-@pytest.mark.parametrize("wire", ["inproc", "torchdist"])
+@pytest.mark.parametrize("wire", ["inproc", "torchdist", "mpi"])
 def test_gradients_in_buckets_are_the_mean_of_the_gradients(
     wire: str, samples: list[int], bucket_bytes: int, crew: Crew
 ) -> None:

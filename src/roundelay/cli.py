@@ -17,7 +17,8 @@ EPILOG = {
   roundelay train examples/frames.toml strategy=adpsgd learners=2
   roundelay train examples/frames.toml strategy=kstep strategy_options.K=16 learners=4 run=runs/k16
   roundelay train examples/frames.toml run=runs/k16 resume=auto
-  torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml 'strategy=hierarchical(adpsgd)'""",
+  torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml 'strategy=hierarchical(adpsgd)'
+  mpirun -n 4 roundelay train examples/frames.toml wire=mpi strategy=kstep""",
     "list": """examples:
   roundelay list strategies
   roundelay list recipes
@@ -83,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         made.set_defaults(run_command=run)
         return made
 
-    p = command("train", "train a task: alone, on local learners, or as one rank under torchrun", run_train)
+    p = command("train", "train a task: alone, on local learners, or as one rank under torchrun, mpirun or srun", run_train)
     p.add_argument("file", metavar="FILE", help="a TOML file with settings")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     p.add_argument("--json", action="store_true", help="print the run's figures as JSON at the end")

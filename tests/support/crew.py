@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from roundelay.core import kernels
@@ -33,6 +34,8 @@ class Crew:
 
     def _run(self, wire: str, job: Any, args: tuple[Any, ...], size: int, machines: int) -> list[Any]:
         by_mpi = wire == "mpi"
+        if by_mpi:
+            pytest.importorskip("mpi4py")
         if by_mpi not in self._pools:
             self._pools[by_mpi] = (MpiPool(SIZE) if by_mpi else Pool(SIZE)).__enter__()
             self._pools[by_mpi].run(wake_up, timeout_s=4 * PATIENCE_S)  # imports take as long as they take

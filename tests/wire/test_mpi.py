@@ -10,18 +10,43 @@ from pathlib import Path
 
 import pytest
 from command import ROUNDELAY, TORCHRUN, Jobs, gone
+from crew import SIZE, Crew
+from mpi_jobs import one_sided, overlapping, waiting
 
 from roundelay.train.mpi_pool import mpirun
 
 pytest.importorskip("mpi4py")
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LAUNCHED = str(Path(__file__).parents[1] / "support" / "launched.py")
-PATIENCE_S = 150.0
-"""Four interpreters import torch at once, on a machine that may be busy."""
+PATIENCE_S = 240.0
+"""Several interpreters import torch at once, on a machine that may be busy."""
 
 
 def under_mpirun(size: int) -> list[str]:
     return mpirun(size, ["-x", "OMP_NUM_THREADS=1"])
+
+
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_who_waits_leaves_the_core_to_others(crew: Crew) -> None:
+    for used in crew.on("mpi")(waiting, 2.0, size=SIZE):
+        assert used["waited"] > 1.0
+        assert used["cpu"] < used["waited"] / 2  # a library left to itself spins: all of it
+
+
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_a_mean_travels_while_everybody_computes(crew: Crew) -> None:
+    for result in crew.on("mpi")(overlapping, 2_000_000, size=3):
+        assert result == {"arrived": True, "mean": 1.0}
+
+
+@pytest.mark.timeout(2 * PATIENCE_S)
+@pytest.mark.parametrize("length", [10, 300_000])  # a message that is sent at once, and one that waits for its receiver
+def test_one_sided_verbs_lose_nothing(length: int, crew: Crew) -> None:
+    results = crew.on("mpi")(one_sided, length, 5, size=3)
+    for result in results:
+        assert result["seen"] == [(15, 15.0, 15.0)] * 3
+    for peer in range(3):
+        assert sorted(v for r in results for v in r["versions"][peer::3]) == list(range(15))
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)
@@ -77,18 +102,21 @@ def test_a_rank_with_bad_data_ends_the_job_with_its_code_and_words(jobs: Jobs) -
     assert "Traceback" not in done.err
 
 
+@pytest.mark.timeout(2 * PATIENCE_S)
 def test_without_mpirun_the_error_says_how_to_start(jobs: Jobs) -> None:
-    done = jobs.run("train", jobs.task(), "wire=mpi", "learners=2").expect(2)
+    done = jobs.run("train", jobs.task(), "wire=mpi", "learners=2", timeout_s=PATIENCE_S).expect(2)
     assert "mpirun -n 2 roundelay train" in done.err
     lonely = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = jobs.run("train", jobs.task(), "wire=mpi", **lonely)
+    done = jobs.run("train", jobs.task(), "wire=mpi", timeout_s=PATIENCE_S, **lonely)
     assert done.code == 2
     assert "MPI says rank 0 of 1, the launcher says rank 0 of 2" in done.err
 
 
+@pytest.mark.timeout(2 * PATIENCE_S)
 def test_without_mpi4py_the_error_names_the_extra(jobs: Jobs) -> None:
     (jobs.folder / "absent" / "mpi4py").mkdir(parents=True)
     (jobs.folder / "absent" / "mpi4py" / "__init__.py").write_text("raise ImportError('No module named mpi4py')\n")
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = jobs.run("train", jobs.task(), "wire=mpi", PYTHONPATH=str(jobs.folder / "absent"), **env).expect(2)
+    env["PYTHONPATH"] = str(jobs.folder / "absent")
+    done = jobs.run("train", jobs.task(), "wire=mpi", timeout_s=PATIENCE_S, **env).expect(2)
     assert "pip install 'roundelay[mpi]'" in done.err

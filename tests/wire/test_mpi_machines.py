@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from crew import PATIENCE_S, wake_up
+from mpi_jobs import where
 from two_machines import NAMES, two_machines
 
 from roundelay.bench.namespaces import Machines
@@ -15,7 +16,6 @@ from roundelay.errors import UsageError
 from roundelay.strategy import STRATEGIES
 from roundelay.train.battery import check_strategy
 from roundelay.train.mpi_pool import MpiPool
-from roundelay.train.place import Place
 
 pytest.importorskip("mpi4py")
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -35,10 +35,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ):
         pool.run(wake_up, timeout_s=4 * PATIENCE_S)
         yield lambda job, *args, size, machines=0: pool.run(job, *args, size=size, machines=machines, timeout_s=PATIENCE_S)
-
-
-def where(place: Place) -> str:
-    return place.hosts[place.rank]
 
 
 def test_the_learners_are_on_two_machines(run: Any) -> None:

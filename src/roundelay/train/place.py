@@ -97,7 +97,8 @@ class Place:
         """This learner leaves in the middle of things. Those whom MPI has started are then ended by MPI, with the code of the
         error; the others find out by themselves."""
         if not isinstance(error, Interrupted):
-            break_off(error.exit_code if isinstance(error, RoundelayError) else 1)
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            break_off(error.exit_code if isinstance(error, RoundelayError) else code)
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:

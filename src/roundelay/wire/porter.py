@@ -48,6 +48,7 @@ class Porter:
         self._requests: list[Any] = []
         self._owners: list[Errand] = []
         self._waiting = 0
+        self._counting = threading.Lock()
         self._quit = False
         self._thread = threading.Thread(target=self._run, name="porter", daemon=True)
         self._thread.start()
@@ -77,12 +78,14 @@ class Porter:
         """Whether the errand has ended within that time."""
         if errand.finished.is_set():
             return True
-        self._waiting += 1
+        with self._counting:
+            self._waiting += 1
         self._bell.set()  # from a long sleep into short ones
         try:
             return errand.finished.wait(seconds)
         finally:
-            self._waiting -= 1
+            with self._counting:
+                self._waiting -= 1
 
     def drop(self, errand: Errand) -> None:
         """Takes back a receive that nobody will answer."""
