@@ -1,7 +1,8 @@
 """Who is still there, and whom everybody waits for.
 
 Every learner shows a sign of life about once a second: what it is doing and since when. A rank whose sign has not changed
-for LOST_S is reported as lost. Where learners wait in a rendezvous for long, the first living rank says for whom.
+for LOST_S is reported as lost; a watchdog that was itself held up (a crowded machine, a sleeping laptop) has no right to
+judge, and gives the others their time anew. Where learners wait in a rendezvous for long, the first living rank says for whom.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from roundelay.train.place import Place
 BEAT_S = 0.5
 LOST_S = 6.0
 STALL_S = 10.0
+HELD_UP_S = 2.0
 
 
 class Watchdog:
@@ -30,6 +32,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self._warned_at = 0.0
+        self._looked_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"watchdog-{place.rank}", daemon=True)
 
     def start(self) -> None:
@@ -52,6 +55,9 @@ class Watchdog:
     def beat(self) -> None:
         """One sign of life, and one look at the others'."""
         store, now = self.job.store, time.monotonic()
+        if self._looked_at is not None and now - self._looked_at > HELD_UP_S:
+            self._seen = {rank: (sign, now) for rank, (sign, _) in self._seen.items()}
+        self._looked_at = now
         phase, step = self.worker.phase, self.worker.k
         store.set(f"beat/{self.place.rank}", json.dumps({"phase": phase, "step": step, "beat": time.time()}))
         for rank in range(self.place.size):
