@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roundelay.errors import DataError
+from roundelay.errors import DataError, PeerLost
 from roundelay.train.claims import Span, merged, missing
 from roundelay.train.learner import Learner, innermost
 
@@ -88,6 +88,12 @@ class Checkpoints:
     def try_to_complete(self, position: int) -> None:
         learner, store = self.learner, self.learner.job.store
         dead = learner.job.roll.dead()
+        if learner.place.rank in dead:
+            raise PeerLost(
+                f"the others took this learner for lost: {dead[learner.place.rank]}",
+                where=f"rank {learner.place.rank}",
+                do="go on with resume=auto; a machine so busy that a process stands still for seconds does this",
+            )
         living = [r for r in range(learner.place.size) if r not in dead]
         if any(store.get(f"saved/{position}/{r}") is None for r in living):
             return

@@ -1,7 +1,8 @@
 """Who is still there, and whom everybody waits for.
 
 Every learner shows a sign of life about once a second: what it is doing and since when. A rank whose sign has not changed
-for LOST_S is reported as lost. Where learners wait in a rendezvous for long, the first living rank says for whom.
+for LOST_S is reported as lost; a watchdog that was itself held up (a crowded machine, a sleeping laptop) has no right to
+judge, and gives the others their time anew. Where learners wait in a rendezvous for long, the first living rank says for whom.
 """
 
 from __future__ import annotations
