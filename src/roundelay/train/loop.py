@@ -212,10 +212,9 @@ class Run:
     def _compute(self, batch: Any) -> Callable[[], float] | None:
         if batch is None:
             return None
-        device = self.place.device
 
         def compute() -> float:
-            loss = self.task.loss(self.learner.module, moved(batch, device))
+            loss = self.task.loss(self.learner.module, batch)
             loss.backward()
             return float(loss.detach())
 
@@ -396,16 +395,3 @@ class StopOnSignals:
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """Tensors of a batch on the device."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, tuple | list):
-        return type(batch)(moved(part, device) for part in batch)
-    if isinstance(batch, dict):
-        return {key: moved(part, device) for key, part in batch.items()}
-    return batch
