@@ -54,7 +54,8 @@ def arguments(task: PackedTask, folder: Path, **changes: Any) -> argparse.Namesp
     task.build().save(folder / "first")  # type: ignore[operator]
     given = {
         "archive": str(task.examples.archive.folder), "model": str(folder / "first"), "out": str(folder / "out"),
-        "steps": STEPS, "batch": BATCH, "epochs": 1.0, "jobs_initial": JOBS, "jobs_final": JOBS, "rate": RATE / JOBS, "rate_final": 0.0,
+        "steps": STEPS, "batch": BATCH,
+        "epochs": 1.0, "jobs_initial": JOBS, "jobs_final": JOBS, "rate": RATE / JOBS, "rate_final": 0.0,
         "schedule": "cosine", "warmup_epochs": 0.2, "momentum": 0.5, "clip": 1.0, "optimizer": "sgd", "best_first": 0,
         "reject": 1.0, "seed": 0,
     }  # fmt: skip

@@ -27,8 +27,10 @@ class Carrier:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, batch: Any) -> Any:
-        if self._stream is None or batch is None:
+        if self.device.type == "cpu" or batch is None:
             return batch
+        if self._stream is None:
+            return mapped(batch, torch.Tensor, lambda t: t.to(self.device))
         with torch.cuda.stream(self._stream):
             there = mapped(batch, torch.Tensor, lambda t: t.pin_memory().to(self.device, non_blocking=True))
             event = torch.cuda.Event()

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from roundelay.errors import UsageError
+from roundelay.errors import RoundelayError, UsageError
 from roundelay.feed import writer
 from roundelay.feed.archive import About, Archive, Layout, encode
 from roundelay.feed.examples import Examples
@@ -159,10 +159,17 @@ def waiting(args: argparse.Namespace) -> dict[str, Any]:
     work = stages.Work(recipe, Path(args.run), 2, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
     folder = Path(tempfile.mkdtemp(prefix="roundelay-waiting-"))
     try:
-        told = {**recipe.train, "learners": args.learners, "epochs": args.epochs, "evaluate": False, "save_every_epochs": 1e6}
+        told = {
+            **recipe.train, "learners": args.learners, "epochs": args.epochs, "evaluate": False, "save_every_epochs": 1e6,
+            "progress": "none",
+        }  # fmt: skip
         (folder / "task.toml").write_text(stages.task_file(work, told, work.run / "alignments", recipe.seed))
         command = [sys.executable, "-m", "roundelay", "train", str(folder / "task.toml"), f"run={folder / 'run'}", "--json"]
-        ended = subprocess.run([*command, "progress=none"], stdout=subprocess.PIPE, text=True, check=True)
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if ended.returncode:
+            raise RoundelayError(
+                f"training ended with exit code {ended.returncode}", where=str(work.run), do="see the lines above"
+            )
         found = json.loads(ended.stdout.splitlines()[-1])
         ranks = list(found["ranks"].values()) or [found]
     finally:

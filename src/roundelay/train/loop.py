@@ -231,10 +231,9 @@ class Run:
     def _compute(self, batch: Any) -> Callable[[], float] | None:
         if batch is None:
             return None
-        device = self.place.device
 
         def compute() -> float:
-            loss = self.task.loss(self.learner.module, moved(batch, device))
+            loss = self.task.loss(self.learner.module, batch)
             loss.backward()
             return float(loss.detach())
 
@@ -434,16 +433,3 @@ class Run:
         if not self.place.host.speaks(self.place.rank):
             return nullcontext()
         return StopOnSignals(self._asked_to_stop, self.panel.urgent)
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """Tensors of a batch on the device."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, tuple | list):
-        return type(batch)(moved(part, device) for part in batch)
-    if isinstance(batch, dict):
-        return {key: moved(part, device) for key, part in batch.items()}
-    return batch
