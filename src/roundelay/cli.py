@@ -38,6 +38,7 @@ BENCHES = {
     "throughput": "roundelay.bench.throughput",
     "network": "roundelay.bench.network",
     "overhead": "roundelay.bench.overhead",
+    "calibrate": "roundelay.bench.calibrate",
     "learning": "roundelay.bench.learning",
     "speech": "roundelay.recipe.strategies",
     "road": "roundelay.recipe.road",

@@ -52,9 +52,6 @@ class Store(Protocol):
     def pause(self, seconds: float, *keys: str) -> None:
         """Between two looks at these keys: sleeps so long; in virtual time, until one of them is written."""
 
-    def pause(self, seconds: float, *keys: str) -> None:
-        """Between two looks at these keys: sleeps so long; in virtual time, until one of them is written."""
-
 
 class Published(Protocol):
     """A vector that neighbours may read and change. Whole vector at a time, under its lock."""

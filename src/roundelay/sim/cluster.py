@@ -56,6 +56,7 @@ class Link:
     gbit_per_s: float = FOREVER
     latency_us: float = 0.0
     duplex: str = "full"  # full: both directions at once; half: one at a time
+    cpu_s_per_gb: float = 0.0  # seconds of its own core that a learner loses per GB it exchanges while it computes
     shared: bool = True  # inside: one bus per machine, else a port per learner; between: one card per machine, else per learner
 
 
@@ -216,11 +217,7 @@ def _build(cls: type[Any], tree: Any, where: str, at: str) -> Any:
         if key not in known:
             raise UsageError(f"there is no key '{name}' in a cluster", where=where, do=nearest(key, known))
         values[key] = _value(hints[key], value, where, name)
-    missing = [
-        f.name
-        for f in known.values()
-        if f.name not in values and f.default is MISSING and f.default_factory is MISSING
-    ]
+    missing = [f.name for f in known.values() if f.name not in values and f.default is MISSING and f.default_factory is MISSING]
     if missing:
         raise UsageError(f"'{at}' lacks '{missing[0]}'", where=where, do=f"add {missing[0]} = …")
     return cls(**values)
@@ -278,6 +275,8 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
         "link.inside.latency_us": cluster.link.inside.latency_us,
         "link.between.latency_us": cluster.link.between.latency_us,
         "memory.steals": cluster.memory.steals,
+        "link.inside.cpu_s_per_gb": cluster.link.inside.cpu_s_per_gb,
+        "link.between.cpu_s_per_gb": cluster.link.between.cpu_s_per_gb,
         **{"failures.at_s": f.at_s for f in cluster.failures},
         **{"slow.from_s": s.from_s for s in cluster.slow},
     }
@@ -295,7 +294,10 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
     for what, rows in (("slow", cluster.slow), ("failures", cluster.failures)):
         for row in rows:
             if (row.learner < 0) == (row.machine < 0):
-                refuse(f"[[{what}]] names {'no' if row.learner < 0 else 'both a'} learner or machine", "give one: learner or machine")
+                refuse(
+                    f"[[{what}]] names {'no' if row.learner < 0 else 'both a'} learner or machine",
+                    "give one: learner or machine",
+                )
             if row.learner >= size or row.machine >= machines:
                 refuse(
                     f"[[{what}]] speaks of {'learner' if row.learner >= 0 else 'machine'} {max(row.learner, row.machine)}",
@@ -303,7 +305,10 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
                 )
     for s in cluster.slow:
         if s.factor <= 0 or s.to_s <= s.from_s:
-            refuse(f"[[slow]] with factor {s.factor:g} from {s.from_s:g} to {s.to_s:g} s", "give a factor above 0, to_s after from_s")
+            refuse(
+                f"[[slow]] with factor {s.factor:g} from {s.from_s:g} to {s.to_s:g} s",
+                "give a factor above 0, to_s after from_s",
+            )
 
 
 def _choose(value: str, known: tuple[str, ...], name: str, where: str) -> None:

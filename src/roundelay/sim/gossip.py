@@ -169,6 +169,9 @@ class Ring:
             end = max(network.transfer(here, there, size, now), network.transfer(there, here, size, now))
             agent.bytes += size
             other.bytes += size
+            cost = network.cpu_seconds(here, there, size)
+            job.stolen[here] += cost
+            job.stolen[there] += cost
         job.world.at(end, lambda: self._complete(agent, other, round, in_place))
         return None
 
@@ -238,7 +241,9 @@ class Ring:
         if self.last is None:
             busy = [str(self.ranks[r]) for r in range(self.size) if r not in self.dead and r not in self.done]
             return f"rank {', '.join(busy)} to run out of work"
-        late = [f"rank {self.ranks[r]} in round {a.round}" for r, a in self.agents.items() if not a.rested and r not in self.dead]
+        late = [
+            f"rank {self.ranks[r]} in round {a.round}" for r, a in self.agents.items() if not a.rested and r not in self.dead
+        ]
         return f"{', '.join(late)} to play to round {self.last}"
 
     def _bury(self, rank: int, why: str) -> None:

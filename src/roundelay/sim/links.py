@@ -26,6 +26,7 @@ class Route:
 
     def __init__(self, ways: Sequence[Way], crossing: bool, size: int, link_s: float, load: float, latency_s: float) -> None:
         self.ways, self.crossing, self.size = ways, crossing, size
+        self.cpu_s_per_byte = 0.0
         self.seconds_per_byte, self.latency_s = link_s * load, latency_s
         """Load: how many of the ring's flows share the busiest way."""
 
@@ -69,10 +70,20 @@ class Network:
     def transfer(self, source: int, target: int, size: float, now: float) -> float:
         """When bytes that leave now have arrived."""
         if self.machine[source] == self.machine[target]:
-            out, into, per_byte, latency = self._inside[source][0], self._inside[target][1], self._inside_s, self._inside_latency
+            out, into, per_byte, latency = (
+                self._inside[source][0],
+                self._inside[target][1],
+                self._inside_s,
+                self._inside_latency,
+            )
             self.bytes_inside += size
         else:
-            out, into, per_byte, latency = self._between[source][0], self._between[target][1], self._between_s, self._between_latency
+            out, into, per_byte, latency = (
+                self._between[source][0],
+                self._between[target][1],
+                self._between_s,
+                self._between_latency,
+            )
             self.bytes_between += size
         start = max(now, out.free_at, into.free_at)
         seconds = size * per_byte
@@ -104,7 +115,15 @@ class Network:
             load = float(len(ranks)) if link.shared else 1.0
             load *= 2.0 if link.duplex == "half" and not link.shared else 1.0
             ways = [way for r in ranks for way in table[r]]
-        return Route(list(dict.fromkeys(ways)), crossing, len(ranks), per_byte, load, latency)
+        route = Route(list(dict.fromkeys(ways)), crossing, len(ranks), per_byte, load, latency)
+        route.cpu_s_per_byte = link.cpu_s_per_gb * 1e-9
+        return route
+
+    def cpu_seconds(self, source: int, target: int, size: float) -> float:
+        """What one side of an exchange of so many bytes each way costs it on its core."""
+        link = self.cluster.link
+        inside = self.machine[source] == self.machine[target]
+        return size * 1e-9 * (link.inside if inside else link.between).cpu_s_per_gb
 
     def all_reduce(self, route: Route, size: float, start: float, rounds: float = 2.0) -> float:
         """When a sum (rounds=1) or a sum that everybody gets (rounds=2) is there: bytes pass as in a ring."""

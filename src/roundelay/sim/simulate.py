@@ -61,6 +61,8 @@ class Outcome:
     spans: list[tuple[int, str, float, float]] = field(default_factory=list)
     events: int = 0
     weights: np.ndarray | None = None
+    busy_s: float = 0.0
+    """From the first gradient's beginning to the last one's end."""
 
     @property
     def staleness_mean(self) -> float:
@@ -130,9 +132,7 @@ def simulate_timing(
     return outcome
 
 
-def simulate_task(
-    cluster: Cluster, task: Task, options: Options, plan: Plan, *, seed: int = 0, spans: bool = False
-) -> Outcome:
+def simulate_task(cluster: Cluster, task: Task, options: Options, plan: Plan, *, seed: int = 0, spans: bool = False) -> Outcome:
     """Real learning in virtual time: the ordinary loop, with its checkpoints and evaluations, on the cluster's clock."""
     return _run(cluster, task, replace(options, timeout_s=1e9, device="cpu"), plan, 0.0, None, spans, seed)
 
@@ -176,7 +176,9 @@ def _run(
 def _outcome(virtual: Virtual, strategy: str, results: list[dict[str, Any] | None]) -> Outcome:
     living = [r for r in results if r is not None]
     if not living:
-        raise UsageError("nobody has survived", where=f"cluster '{virtual.cluster.name}'", do="let fewer learners fail, or later")
+        raise UsageError(
+            "nobody has survived", where=f"cluster '{virtual.cluster.name}'", do="let fewer learners fail, or later"
+        )
     first = living[0]
     staleness: Counter[int] = Counter()
     for result in living:
@@ -204,6 +206,7 @@ def _outcome(virtual: Virtual, strategy: str, results: list[dict[str, Any] | Non
         spans=virtual.job.spans,
         events=virtual.job.world.events,
         weights=first["w"],
+        busy_s=max(h.done[-1][1] for h in virtual.hosts if h.done) - min(h.done[0][0] for h in virtual.hosts if h.done),
     )
 
 

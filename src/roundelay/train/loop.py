@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,8 @@ class Run:
         task, host = self.task, self.place.host
         for claim in self._halting(claims):
             samples = claim.stop - claim.start
-            yield claim, host.load(lambda c=claim: task.batch(c.epoch, c.start, c.stop), samples) if samples else None
+            make = partial(task.batch, claim.epoch, claim.start, claim.stop)
+            yield claim, host.load(make, samples) if samples else None
 
     def _compute(self, batch: Any) -> Callable[[], float] | None:
         if batch is None:

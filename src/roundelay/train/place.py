@@ -21,10 +21,8 @@ import torch
 
 import roundelay
 from roundelay.core.host import Host
-from roundelay.core.host import Host
 from roundelay.core.net import Net
 from roundelay.errors import PeerLost, UsageError, nearest
-from roundelay.train.host import RealHost
 from roundelay.train.host import RealHost
 from roundelay.wire.inproc import Threads
 from roundelay.wire.store import JobStore, join, serve
@@ -51,7 +49,6 @@ class Place:
     device: torch.device
     keep_alive: list[Any] = field(default_factory=list)
     """What must live as long as the job: the store's server, if it runs here."""
-    host: Host = field(default_factory=RealHost)
     host: Host = field(default_factory=RealHost)
 
     def machine_of(self, rank: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -45,9 +44,6 @@ class LocalStore:
     def pause(self, seconds: float, *keys: str) -> None:
         time.sleep(seconds)
 
-    def pause(self, seconds: float, *keys: str) -> None:
-        time.sleep(seconds)
-
 
 class JobStore:
     """A store for processes, on torch's TCPStore. Nothing here blocks: a missing key is None."""
@@ -72,9 +68,6 @@ class JobStore:
         with answered():
             # compare_set with an empty expectation sets a missing key and returns what stands
             return self.tcp.compare_set(self.prefix + key, "", value).decode()
-
-    def pause(self, seconds: float, *keys: str) -> None:
-        time.sleep(seconds)
 
     def pause(self, seconds: float, *keys: str) -> None:
         time.sleep(seconds)
