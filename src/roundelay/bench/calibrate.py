@@ -316,7 +316,8 @@ def printed(found: dict[str, Any]) -> str:
         for r in found["checks"]:
             low, high = r["range"]
             lines.append(
-                f"| {r['case']} | {r['strategy']} | {r['predicted']} | {r['measured']} ({low}-{high}) | {100 * r['error']:+.1f} % |"
+                f"| {r['case']} | {r['strategy']} | {r['predicted']} | {r['measured']} ({low}-{high}) "
+                f"| {100 * r['error']:+.1f} % |"
             )
         lines += ["", f"median error {100 * found['median_error']:.1f} %, worst {100 * found['worst_error']:.1f} %"]
     return "\n".join(lines)

@@ -54,8 +54,8 @@ class Agent:
     """One learner's agent: what it has entered, met and been asked for."""
 
     __slots__ = (
-        "asked", "bytes", "entered", "figures", "gradients", "met", "open", "opened_at", "owed_from", "per_meeting", "published",
-        "rank", "rested", "round", "snapshot", "taken",
+        "asked", "bytes", "entered", "figures", "gradients", "met", "open", "opened_at", "owed_from", "per_meeting",
+        "published", "rank", "rested", "round", "snapshot", "taken",
     )  # fmt: skip
 
     def __init__(self, rank: int, published: VirtualPublished, gradients_per_meeting: float) -> None:

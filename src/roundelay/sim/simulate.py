@@ -125,6 +125,8 @@ def simulate_timing(
     traits = build_strategy(options).traits
     check_fit(cluster, need(parameters, traits, learners=size), parameters)
     task = TimingTask(steps * batch * size)
+    if traits.state_rule != "average":
+        momentum = 0.0  # nobody sends it, and its arithmetic is part of the modelled step
     plan = Plan(epochs=1.0, batch=batch, lr=0.1, momentum=momentum, evaluate=False, progress="none", save_every_epochs=2.0)
     outcome = _run(cluster, task, options, plan, 4.0 * parameters, run, spans)
     if samples is not None:
