@@ -80,7 +80,7 @@ def test_more_than_fits_is_refused() -> None:
     traits = build("adpsgd").traits
     small = from_tree({"machines": [{"learners": 8, "memory_gb": 1.0}], "learner": {"memory_gb": 0.5}})
     check_fit(small, need(10_000_000, traits, learners=8), 10_000_000)
-    with pytest.raises(UsageError, match="0.6 GB per learner"):
+    with pytest.raises(UsageError, match=r"0\.6 GB per learner"):
         check_fit(small, need(50_000_000, traits, learners=8), 50_000_000)
-    with pytest.raises(UsageError, match="8 x 0.24 GB of host memory"):
+    with pytest.raises(UsageError, match=r"8 x 0\.24 GB of host memory"):
         check_fit(small, need(20_000_000, traits, learners=8), 20_000_000)

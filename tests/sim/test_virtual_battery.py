@@ -48,10 +48,10 @@ def test_twice_in_virtual_time_gives_the_same_bits(form: str) -> None:
     """Also of strategies for which time decides, and whatever the cluster does to them."""
     name = form.split()[0]
     machines = 2 if "hierarchical" in name else 0
-    case = Case(name, tuple(FORMS[form].items()), lesson=Lesson(samples=48, dropout=0.2), epochs=1.0, exact=False, machines=machines)
-    first, second = (
-        in_virtual_time(run_lesson, case, size=4, machines=machines, cluster=RESTLESS)[0]["w"] for _ in range(2)
+    case = Case(
+        name, tuple(FORMS[form].items()), lesson=Lesson(samples=48, dropout=0.2), epochs=1.0, exact=False, machines=machines
     )
+    first, second = (in_virtual_time(run_lesson, case, size=4, machines=machines, cluster=RESTLESS)[0]["w"] for _ in range(2))
     assert np.array_equal(first, second)
 
 
