@@ -84,7 +84,13 @@ def table(sizes: Sequence[int], fixed: Sequence[int], epochs: float, seeds: int)
             made = [run(size, strategy, settings, rate, epochs, seed) for seed in range(seeds)]
             rows.append(row_of(name, size, rate, made))
             say(f"{size:>3} learners  {name:<18} loss {rows[-1]['loss']:.4f}  averages {rows[-1]['averages']}")
-    return {"results": rows, "verdicts": [verdict(rows, size) for size in sizes], "seeds": seeds, "epochs": epochs, "rate": RATE}
+    return {
+        "results": rows,
+        "verdicts": [verdict(rows, size) for size in sizes],
+        "seeds": seeds,
+        "epochs": epochs,
+        "rate": RATE,
+    }
 
 
 def row_of(name: str, size: int, rate: float, made: list[Learned]) -> dict[str, Any]:

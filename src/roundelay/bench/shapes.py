@@ -44,11 +44,15 @@ class Published:
 
 
 RUNS = (
-    Published(1, "v100-8x8", "single", 256, 208.0, "1 V100: derived from the 40-fold speed-up at 5.2 h; the pace is fitted to this"),
+    Published(
+        1, "v100-8x8", "single", 256, 208.0, "1 V100: derived from the 40-fold speed-up at 5.2 h; the pace is fitted to this"
+    ),
     Published(16, "p100-16", "adpsgd", 160, 14.0, "16 P100, ADPSGD, global batch 2560 (Zhang et al., ICASSP 2019)"),
     Published(32, "v100-4x8", "hierarchical(adpsgd)", 128, 11.5, "32 V100, HYBRID (same paper); its batch is not published"),
     Published(64, "v100-8x8", "hierarchical(adpsgd)", 128, 5.2, "64 V100, H-ADPSGD, global batch 8192 (INTERSPEECH 2019)"),
-    Published(64, "v100-128", "delay_by_one", 128, 2.28, "64 V100 of a POWER9 machine (ICASSP 2020); variant and batch not published"),
+    Published(
+        64, "v100-128", "delay_by_one", 128, 2.28, "64 V100 of a POWER9 machine (ICASSP 2020); variant and batch not published"
+    ),
     Published(128, "v100-128", "delay_by_one", 128, 1.98, "128 V100 of a POWER9 machine (ICASSP 2020); batch not published"),
 )
 COMPARED = ("sync", "adpsgd", "delay_by_one", "hierarchical(adpsgd)")
@@ -108,7 +112,9 @@ def speedup(steps: int, most: int) -> list[dict[str, Any]]:
                     "about": run.about if as_published else "",
                 }
             )
-            say(f"{run.gpus:>4} GPUs  {strategy:<22} {made.hours:8.2f} h" + (f"  published {run.hours}" if as_published else ""))
+            say(
+                f"{run.gpus:>4} GPUs  {strategy:<22} {made.hours:8.2f} h" + (f"  published {run.hours}" if as_published else "")
+            )
     return rows
 
 
@@ -193,7 +199,9 @@ def show(found: dict[str, Any]) -> str:
     factors = list(found["straggler"][0]["epoch_s"])
     two = [[r["contestant"], r["epoch_s"]["1"], *(r["times"][k] for k in factors[1:])] for r in found["straggler"]]
     keys = ("learners", "T1_closed_form", "ring_played", "ring_closed_form", "random_played", "random_closed_form")
-    four = [[r[k] for k in ("strategy", "batch", "epoch_h", "efficiency", "megabytes_per_step", "gap")] for r in found["hierarchy"]]
+    four = [
+        [r[k] for k in ("strategy", "batch", "epoch_h", "efficiency", "megabytes_per_step", "gap")] for r in found["hierarchy"]
+    ]
     return "\n\n".join(
         [
             markdown(["GPUs", "cluster", "strategy", "batch", "hours", "published", "speed-up", "efficiency"], one),

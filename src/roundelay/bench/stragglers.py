@@ -90,6 +90,14 @@ def table(slowdowns: Sequence[float], epochs: float) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> str:
-    head = ["", "slowed", "virtual s", "held-out loss", f"virtual s to loss {found['goal']:.3f}", "staleness", "steps of the slow one"]
+    head = [
+        "",
+        "slowed",
+        "virtual s",
+        "held-out loss",
+        f"virtual s to loss {found['goal']:.3f}",
+        "staleness",
+        "steps of the slow one",
+    ]
     keys = ("contestant", "slowdown", "virtual_s", "loss", "goal_s", "staleness", "steps_of_the_slow_one")
     return markdown(head, [[r[k] for k in keys] for r in found["results"]])

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from roundelay import topology
 from roundelay.bench.watched import Watch, markdown, one_thread, say
+from roundelay.errors import UsageError, nearest
 from roundelay.sim.cluster import Cluster, Machines, Speed
 from roundelay.sim.simulate import simulate_task
 from roundelay.sim.virtual import PLAIN
@@ -33,7 +34,7 @@ from roundelay.train.options import Options
 BATCH = 1
 RATE = 4.0
 """c in the rate c sqrt(L / K)."""
-ROUNDS = (128, 256, 512, 1024)
+ROUNDS = (128, 256, 512)
 LEARNERS = (1, 2, 4, 8)
 SEEDS = 2
 DRAWS = 40
@@ -212,16 +213,28 @@ def main(argv: Sequence[str]) -> int:
     )
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--quick", action="store_true", help="fewer rounds, learners and seeds: shows that it runs, proves little")
+    p.add_argument("--contestants", default=";".join(CONTESTANTS), help="only these, separated by ;")
+    p.add_argument("--sizes", default="4,8,16,32", help="learners whose contraction is measured; empty: none")
     args = p.parse_args(argv)
     one_thread()
-    found = table(*((ROUNDS[:2], LEARNERS[:2], 1, (4,)) if args.quick else (ROUNDS, LEARNERS, SEEDS, (4, 8, 16, 32))))
+    names, sizes = [n.strip() for n in args.contestants.split(";") if n.strip()], [int(n) for n in args.sizes.split(",") if n]
+    unknown = [n for n in names if n not in CONTESTANTS]
+    if unknown:
+        raise UsageError(f"there is no contestant '{unknown[0]}'", where="bench theory", do=nearest(unknown[0], CONTESTANTS))
+    if args.quick:
+        found = table(names[:2], ROUNDS[:2], LEARNERS[:2], 1, sizes[:1])
+    else:
+        found = table(names, ROUNDS, LEARNERS, SEEDS, sizes)
     print(json.dumps(found) if args.json else show(found))
     return 0
 
 
-def table(rounds: Sequence[int], learners: Sequence[int], seeds: int, sizes: Sequence[int]) -> dict[str, Any]:
+def table(
+    names: Sequence[str], rounds: Sequence[int], learners: Sequence[int], seeds: int, sizes: Sequence[int]
+) -> dict[str, Any]:
     norms = []
-    for name, (strategy, ring) in CONTESTANTS.items():
+    for name in names:
+        strategy, ring = CONTESTANTS[name]
         values: dict[tuple[int, int], float] = {}
         for K in rounds:
             for L in learners:

@@ -216,11 +216,7 @@ def _build(cls: type[Any], tree: Any, where: str, at: str) -> Any:
         if key not in known:
             raise UsageError(f"there is no key '{name}' in a cluster", where=where, do=nearest(key, known))
         values[key] = _value(hints[key], value, where, name)
-    missing = [
-        f.name
-        for f in known.values()
-        if f.name not in values and f.default is MISSING and f.default_factory is MISSING
-    ]
+    missing = [f.name for f in known.values() if f.name not in values and f.default is MISSING and f.default_factory is MISSING]
     if missing:
         raise UsageError(f"'{at}' lacks '{missing[0]}'", where=where, do=f"add {missing[0]} = …")
     return cls(**values)
@@ -295,7 +291,10 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
     for what, rows in (("slow", cluster.slow), ("failures", cluster.failures)):
         for row in rows:
             if (row.learner < 0) == (row.machine < 0):
-                refuse(f"[[{what}]] names {'no' if row.learner < 0 else 'both a'} learner or machine", "give one: learner or machine")
+                refuse(
+                    f"[[{what}]] names {'no' if row.learner < 0 else 'both a'} learner or machine",
+                    "give one: learner or machine",
+                )
             if row.learner >= size or row.machine >= machines:
                 refuse(
                     f"[[{what}]] speaks of {'learner' if row.learner >= 0 else 'machine'} {max(row.learner, row.machine)}",
@@ -303,7 +302,10 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
                 )
     for s in cluster.slow:
         if s.factor <= 0 or s.to_s <= s.from_s:
-            refuse(f"[[slow]] with factor {s.factor:g} from {s.from_s:g} to {s.to_s:g} s", "give a factor above 0, to_s after from_s")
+            refuse(
+                f"[[slow]] with factor {s.factor:g} from {s.from_s:g} to {s.to_s:g} s",
+                "give a factor above 0, to_s after from_s",
+            )
 
 
 def _choose(value: str, known: tuple[str, ...], name: str, where: str) -> None:

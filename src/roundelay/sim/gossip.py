@@ -238,7 +238,9 @@ class Ring:
         if self.last is None:
             busy = [str(self.ranks[r]) for r in range(self.size) if r not in self.dead and r not in self.done]
             return f"rank {', '.join(busy)} to run out of work"
-        late = [f"rank {self.ranks[r]} in round {a.round}" for r, a in self.agents.items() if not a.rested and r not in self.dead]
+        late = [
+            f"rank {self.ranks[r]} in round {a.round}" for r, a in self.agents.items() if not a.rested and r not in self.dead
+        ]
         return f"{', '.join(late)} to play to round {self.last}"
 
     def _bury(self, rank: int, why: str) -> None:

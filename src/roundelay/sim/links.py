@@ -69,10 +69,20 @@ class Network:
     def transfer(self, source: int, target: int, size: float, now: float) -> float:
         """When bytes that leave now have arrived."""
         if self.machine[source] == self.machine[target]:
-            out, into, per_byte, latency = self._inside[source][0], self._inside[target][1], self._inside_s, self._inside_latency
+            out, into, per_byte, latency = (
+                self._inside[source][0],
+                self._inside[target][1],
+                self._inside_s,
+                self._inside_latency,
+            )
             self.bytes_inside += size
         else:
-            out, into, per_byte, latency = self._between[source][0], self._between[target][1], self._between_s, self._between_latency
+            out, into, per_byte, latency = (
+                self._between[source][0],
+                self._between[target][1],
+                self._between_s,
+                self._between_latency,
+            )
             self.bytes_between += size
         start = max(now, out.free_at, into.free_at)
         seconds = size * per_byte

@@ -44,7 +44,11 @@ def check_fit(cluster: Cluster, needed: Need, parameters: int) -> None:
         )
 
     if needed.device > cluster.learner.memory_gb * GB:
-        refuse(f"{needed.device / GB:.3g} GB per learner", cluster.learner.memory_gb, "choose a smaller model, or larger learner.memory_gb")
+        refuse(
+            f"{needed.device / GB:.3g} GB per learner",
+            cluster.learner.memory_gb,
+            "choose a smaller model, or larger learner.memory_gb",
+        )
     for kind in cluster.machines:
         if kind.learners * needed.host > kind.memory_gb * GB:
             refuse(

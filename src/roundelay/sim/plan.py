@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from roundelay import topology
@@ -82,7 +83,7 @@ def timed(cluster: Cluster, job: Job, choice: Choice, batch: int | None = None) 
     if choice.strategy == "single":
         cluster = cluster.cut(1)
     block = int(choice.settings.get("K", 1))
-    steps = max(32, 2 * block) if cluster.learners <= 64 else max(16, 2 * block)
+    steps = max(16, 2 * block)
     return simulate_timing(
         cluster, parameters=job.parameters, strategy=choice.strategy, strategy_options=choice.settings, topology=choice.topology,
         batch=batch or job.batch, steps=steps, epochs=job.epochs, samples=job.samples, momentum=job.momentum, seed=job.seed,
@@ -114,11 +115,15 @@ def stable_rate(choice: Choice, workers: int) -> float:
     if inner == "asgd":
         return workers * stable_delay(1.0, workers - 1) if workers <= STALEST else math.pi / 2  # its limit for many
     if inner == "adpsgd":
-        size = min(workers, STALEST)
-        return stable_order(size, 60, lambda r: topology.matching(choice.topology, r, size))
+        return _stable_gossip(choice.topology, min(workers, STALEST))
     if inner == "bmuf":
         return stable_blocks(workers, int(choice.settings.get("K", 8)), 1 - 1 / workers, 1.0, True)
     return 2.0
+
+
+@lru_cache(maxsize=64)
+def _stable_gossip(name: str, size: int) -> float:
+    return stable_order(size, 40, lambda r: topology.matching(name, r, size))
 
 
 def row(cluster: Cluster, job: Job, choice: Choice) -> dict[str, Any]:
@@ -182,7 +187,9 @@ def plan(cluster: Cluster, job: Job, done: Callable[[str], None] = lambda name: 
         "recommendation": {"strategy": best["strategy"], "topology": best["topology"], "reason": [reason]},
     }
     if cluster.learners > 1:
-        refine(found["recommendation"], cluster, job, Choice(best["name"], best["strategy"], best["topology"], best["settings"]))
+        refine(
+            found["recommendation"], cluster, job, Choice(best["name"], best["strategy"], best["topology"], best["settings"])
+        )
         done("learners, batch and K")
     else:
         found["recommendation"] |= {"learners": 1, "batch": job.batch, "K": None}
@@ -197,11 +204,16 @@ def choose(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     for plain in ("single", "sync"):
         found = next((r for r in near if r["strategy"] == plain), None)
         if found is not None:
-            return found, f"{plain} is within 5 % of the fastest ({fastest['name']}), and it is exactly SGD with the global batch"
+            return (
+                found,
+                f"{plain} is within 5 % of the fastest ({fastest['name']}), and it is exactly SGD with the global batch",
+            )
     steady = [r for r in near if not r["strategy"].startswith("kstep")] or near
     best = max(steady, key=lambda r: (round(r["gap"], 3), -r["hours"]))
     sync = next((r for r in rows if r["strategy"] == "sync" and r["fits"]), None)
-    reason = f"{best['name']} is within 5 % of the fastest ({fastest['name']}) and mixes best among those (gap {best['gap']:.3f})"
+    reason = (
+        f"{best['name']} is within 5 % of the fastest ({fastest['name']}) and mixes best among those (gap {best['gap']:.3f})"
+    )
     if sync is not None:
         reason += f"; sync would take {sync['hours'] / best['hours']:.2f} times as long"
     return best, reason

@@ -130,9 +130,7 @@ def simulate_timing(
     return outcome
 
 
-def simulate_task(
-    cluster: Cluster, task: Task, options: Options, plan: Plan, *, seed: int = 0, spans: bool = False
-) -> Outcome:
+def simulate_task(cluster: Cluster, task: Task, options: Options, plan: Plan, *, seed: int = 0, spans: bool = False) -> Outcome:
     """Real learning in virtual time: the ordinary loop, with its checkpoints and evaluations, on the cluster's clock."""
     return _run(cluster, task, replace(options, timeout_s=1e9, device="cpu"), plan, 0.0, None, spans, seed)
 
@@ -176,7 +174,9 @@ def _run(
 def _outcome(virtual: Virtual, strategy: str, results: list[dict[str, Any] | None]) -> Outcome:
     living = [r for r in results if r is not None]
     if not living:
-        raise UsageError("nobody has survived", where=f"cluster '{virtual.cluster.name}'", do="let fewer learners fail, or later")
+        raise UsageError(
+            "nobody has survived", where=f"cluster '{virtual.cluster.name}'", do="let fewer learners fail, or later"
+        )
     first = living[0]
     staleness: Counter[int] = Counter()
     for result in living:

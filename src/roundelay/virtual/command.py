@@ -65,7 +65,9 @@ def parse(overrides: list[str], _: Any = None) -> tuple[Asked, list[str]]:
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:
-            raise UsageError(f"'{item}' is not key=value", where="command line", do="write for example strategy=adpsgd batch=128")
+            raise UsageError(
+                f"'{item}' is not key=value", where="command line", do="write for example strategy=adpsgd batch=128"
+            )
         table, dot, inner = key.partition(".")
         if dot and table == "strategy_options":
             values[table] = {**values.get(table, {}), inner: literal(text)}
@@ -97,7 +99,9 @@ def typed(key: str, value: Any, kind: str) -> Any:
     if wanted is str:
         value = str(value)
     if wanted is not None and type(value) is not wanted:
-        raise UsageError(f"{key} is {value!r}, not a number of type {kind}", where="command line", do=f"write {key}=8 or the like")
+        raise UsageError(
+            f"{key} is {value!r}, not a number of type {kind}", where="command line", do=f"write {key}=8 or the like"
+        )
     return value
 
 
@@ -192,6 +196,8 @@ def run_list_clusters(as_json: bool) -> int:
             "file": str(clusters.PRESET_FOLDER.name) + f"/{name}.toml",
             "sources": made.sources,
         }
-    lines = [f"{name:<14} {d['learners']:>4} learners on {d['machines']:>2} machines  {d['about']}" for name, d in found.items()]
+    lines = [
+        f"{name:<14} {d['learners']:>4} learners on {d['machines']:>2} machines  {d['about']}" for name, d in found.items()
+    ]
     print(json.dumps(found, indent=1) if as_json else "\n".join(lines))
     return 0

@@ -31,7 +31,9 @@ def run_plan(args: argparse.Namespace) -> int:
         print(json.dumps(found) if args.json else show_what_if(found))
         return 0
     if not args.file:
-        raise UsageError("plan what?", where="FILE", do="name a recipe or a settings file: roundelay plan examples/frames.toml cluster=…")
+        raise UsageError(
+            "plan what?", where="FILE", do="name a recipe or a settings file: roundelay plan examples/frames.toml cluster=…"
+        )
     if "cluster" not in own:
         raise UsageError(
             "plan needs a cluster",
@@ -144,7 +146,17 @@ def run_what_if(run: Path, own: dict[str, str]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> str:
-    head = ["strategy", "hours", "efficiency", "memory GB", "MB per step", "gap", "rounds to 1 %", "staleness", "stable rate x h"]
+    head = [
+        "strategy",
+        "hours",
+        "efficiency",
+        "memory GB",
+        "MB per step",
+        "gap",
+        "rounds to 1 %",
+        "staleness",
+        "stable rate x h",
+    ]
     rows = []
     for r in found["strategies"]:
         if not r["fits"]:
@@ -164,12 +176,13 @@ def show(found: dict[str, Any]) -> str:
         "",
         markdown(head, rows),
         "",
-        f"recommended: strategy={said['strategy']} topology={said['topology']} learners={said['learners']} batch={said['batch']}"
+        "recommended: "
+        + " ".join(f"{key}={said[key]}" for key in ("strategy", "topology", "learners", "batch"))
         + (f"  (about {said['hours']:.3g} hours)" if "hours" in said else ""),
         *(f"  because {reason}" for reason in said["reason"]),
         "",
-        "stable rate x h: the largest rate times the loss's curvature that plain SGD bears on a quadratic (2 for one learner). A",
-        "rate tuned for sync may have to come down by its ratio to 2. Memory is without activations; accuracy is not simulated here.",
+        "stable rate x h: the largest rate times the loss's curvature that plain SGD bears on a quadratic (2 for one learner).",
+        "A rate tuned for sync may have to come down by its ratio to 2. Memory is without activations; accuracy is not simulated.",
     ]
     return "\n".join(lines)
 
