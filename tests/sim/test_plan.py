@@ -45,7 +45,9 @@ def test_a_slow_network_is_no_place_for_sync(slow_network: dict[str, Any]) -> No
     said = slow_network["recommendation"]
     assert said["strategy"] != "sync"
     assert rows["sync"]["hours"] > 1.05 * min(r["hours"] for r in rows.values())
-    assert said["reason"] and said["learners"] in (1, 2, 4) and said["batch"] >= JOB.batch
+    assert said["reason"]
+    assert said["learners"] in (1, 2, 4)
+    assert said["batch"] >= JOB.batch
 
 
 def test_a_quick_network_of_equal_learners_asks_for_nothing_else_than_sync() -> None:
@@ -74,7 +76,7 @@ def test_what_does_not_fit_is_said_and_what_fits_nowhere_is_an_error() -> None:
     small = replace(cluster(2, 1, 10.0), learner=Compute(seconds_per_sample=1e-3, memory_gb=0.013))
     assert row(small, JOB, Choice("single", "single"))["fits"]
     assert not row(small, JOB, Choice("sync", "sync"))["fits"]
-    with pytest.raises(UsageError, match="needs 1.2e\\+03 GB per learner"):
+    with pytest.raises(UsageError, match="GB per learner"):
         plan(replace(small, learner=replace(small.learner, memory_gb=16.0)), replace(JOB, parameters=10**11))
 
 

@@ -1,10 +1,10 @@
-"""roundelay bench batches: how large a batch does each strategy bear? With learning, in virtual time, on a grid fixed beforehand.
+"""roundelay bench batches: how large a batch does each strategy bear? With learning, in virtual time, on a fixed grid.
 
-16 learners, a one-layer bidirectional LSTM, 4, 12 and 48 samples per learner, about 400,000 samples per run, the rate scaled
-linearly with the batch times 1/2, 1 and 2, no warm-up; three seeds at each contestant's best rate. Controls: warm-up at the
-largest batch, `single` at the small batch, and synchronous SGD whose gradients are taken at weights with Gaussian noise as large
-as the spread of the randomized ring. Held-out loss, spread and effective rate are logged. Hours: a run that was stopped goes on
-where it stood (--keep FILE).
+16 learners, a one-layer bidirectional LSTM, 4, 12 and 48 samples per learner, about 400,000 samples per run, the rate
+scaled linearly with the batch times 1/2, 1 and 2, no warm-up; three seeds at each contestant's best rate. Controls:
+warm-up at the largest batch, `single` at the small batch, and synchronous SGD whose gradients are taken at weights with
+Gaussian noise as large as the spread of the randomized ring. Held-out loss, spread and effective rate are logged.
+Hours: a run that was stopped goes on where it stood (--keep FILE).
 """
 
 from __future__ import annotations

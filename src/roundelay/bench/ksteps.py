@@ -133,7 +133,7 @@ def show(found: dict[str, Any]) -> str:
     lines = [markdown(head, [[r[k] for k in keys] for r in found["results"]]), ""]
     for v in found["verdicts"]:
         lines.append(
-            f"{v['learners']} learners: adaptive {v['adaptive_loss']:.4f} with {v['adaptive_averages']} averages; the best fixed is "
+            f"{v['learners']} learners: adaptive {v['adaptive_loss']:.4f} with {v['adaptive_averages']} averages; best fixed: "
             f"{v['best_fixed']} with {v['best_fixed_loss']:.4f} and {v['best_fixed_averages']}: "
             + ("at most that loss with no more averages" if v["holds"] else "not better on both counts")
         )

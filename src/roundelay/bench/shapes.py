@@ -1,8 +1,9 @@
 """roundelay bench shapes: the published shapes, on virtual clusters, with the published figure beside ours.
 
-Timing alone, on the presets whose every figure has its source (`roundelay list clusters --json`). One thing is fitted, once and
-for all cells: the seconds per sample of a V100, to the published 40-fold speed-up at 5.2 hours. Four tables: speed-up over GPUs;
-one learner of 16 slowed; rounds to agreement on the fixed and the randomized ring; flat against hierarchical.
+Timing alone, on the presets whose every figure has its source (`roundelay list clusters --json`). One thing is fitted,
+once and for all cells: the seconds per sample of a V100, to the published 40-fold speed-up at 5.2 hours. Four tables:
+speed-up over GPUs; one learner of 16 slowed; rounds to agreement on the fixed and the randomized ring; flat against
+hierarchical.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """roundelay bench theory: what the theorems promise beside what the engine does, in virtual time.
 
-Gradient norm.  The theorems of D-PSGD and AD-PSGD bound the mean over K rounds of |grad f(mean of the learners)|^2 by a constant
-over sqrt(K L), at a rate proportional to sqrt(L / K), once K is large beside what the topology needs. So the table runs that
-very rate on a small problem that is not convex, and fits the exponents of K and of L; the theorem's are -1/2 and -1/2.
+Gradient norm.  The theorems of D-PSGD and AD-PSGD bound the mean over K rounds of |grad f(mean of the learners)|^2 by a
+constant over sqrt(K L), at a rate proportional to sqrt(L / K), once K is large beside what the topology needs. So the
+table runs that very rate on a small problem that is not convex, and fits the exponents of K and of L; the theorem's are
+-1/2 and -1/2.
 
-Contraction.  With a rate of zero the learners only average: the factor per round by which their squared spread falls, beside
-that of the matrices (topology.py).
+Contraction.  With a rate of zero the learners only average: the factor per round by which their squared spread falls,
+beside that of the matrices (topology.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -164,7 +166,7 @@ def contraction(strategy: str, ring: str, size: int) -> float:
 
 
 def pairs(seen: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [(before, after) for (_, before), (_, after) in zip(seen, seen[1:], strict=False)]
+    return [(before, after) for (_, before), (_, after) in pairwise(seen)]
 
 
 def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list[tuple[float, float]]:
@@ -184,7 +186,8 @@ def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list
             if worker.published is None:
                 done = float(worker.k)
             else:  # every write that is neither a step nor the placing above is a meeting
-                done = sum(one.worker.published.version - one.worker.k - 1 for one in learners.values()) / size  # type: ignore[union-attr]
+                writes = [one.worker.published.version - one.worker.k - 1 for one in learners.values() if one.worker.published]
+                done = sum(writes) / size
             seen.append((done, float((all_w - all_w.mean(0)).square().sum())))
 
     plan = Plan(

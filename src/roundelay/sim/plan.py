@@ -85,8 +85,8 @@ def timed(cluster: Cluster, job: Job, choice: Choice, batch: int | None = None) 
     block = int(choice.settings.get("K", 1))
     steps = max(16, 2 * block)
     return simulate_timing(
-        cluster, parameters=job.parameters, strategy=choice.strategy, strategy_options=choice.settings, topology=choice.topology,
-        batch=batch or job.batch, steps=steps, epochs=job.epochs, samples=job.samples, momentum=job.momentum, seed=job.seed,
+        cluster, parameters=job.parameters, strategy=choice.strategy, strategy_options=choice.settings,
+        topology=choice.topology, batch=batch or job.batch, steps=steps, epochs=job.epochs, samples=job.samples, momentum=job.momentum, seed=job.seed,
     )  # fmt: skip
 
 

@@ -171,8 +171,8 @@ def show(found: dict[str, Any]) -> str:
     said = found["recommendation"]
     job = found["job"]
     lines = [
-        f"{job['parameters']:,} parameters, {job['epochs']:g} epochs of {job['samples']:,} samples, batch {job['batch']} per learner, "
-        f"on {found['cluster']}",
+        f"{job['parameters']:,} parameters, {job['epochs']:g} epochs of {job['samples']:,} samples, "
+        f"batch {job['batch']} per learner, on {found['cluster']}",
         "",
         markdown(head, rows),
         "",
@@ -182,7 +182,7 @@ def show(found: dict[str, Any]) -> str:
         *(f"  because {reason}" for reason in said["reason"]),
         "",
         "stable rate x h: the largest rate times the loss's curvature that plain SGD bears on a quadratic (2 for one learner).",
-        "A rate tuned for sync may have to come down by its ratio to 2. Memory is without activations; accuracy is not simulated.",
+        "A rate tuned for sync may have to come down by its ratio to 2. Memory: without activations. Accuracy: not simulated.",
     ]
     return "\n".join(lines)
 
