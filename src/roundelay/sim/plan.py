@@ -86,7 +86,8 @@ def timed(cluster: Cluster, job: Job, choice: Choice, batch: int | None = None) 
     steps = max(16, 2 * block)
     return simulate_timing(
         cluster, parameters=job.parameters, strategy=choice.strategy, strategy_options=choice.settings,
-        topology=choice.topology, batch=batch or job.batch, steps=steps, epochs=job.epochs, samples=job.samples, momentum=job.momentum, seed=job.seed,
+        topology=choice.topology, batch=batch or job.batch, steps=steps, epochs=job.epochs, samples=job.samples,
+        momentum=job.momentum, seed=job.seed,
     )  # fmt: skip
 
 
