@@ -30,6 +30,10 @@ EPILOG = {
     "config": """examples:
   roundelay config examples/frames.toml strategy=kstep
   roundelay config recipes/spoken train.learners=4""",
+    "plan": """examples:
+  roundelay plan examples/frames.toml cluster=v100-8x8
+  roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000 --json
+  roundelay plan --what-if runs/frames-sync-1 rank=7""",
     "replay": """example:
   roundelay train examples/frames.toml strategy=adpsgd learners=2 record=true run=runs/r1
   roundelay replay runs/r1""",
@@ -104,6 +108,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     p.add_argument("--json", action="store_true", help="print JSON")
 
+    p = command("plan", "what each strategy would take on a cluster, and which to choose; or what a slow rank costs", run_plan)
+    p.add_argument("file", metavar="FILE", nargs="?", default="", help="a recipe, or a settings file of roundelay train")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="cluster=NAME, samples=N, model=NAME, batch=N, …")
+    p.add_argument("--what-if", metavar="RUN", help="a run's directory: what if rank=N had been as fast as the others?")
+    p.add_argument("--json", action="store_true", help="print JSON")
+
     p = command("replay", "do a recorded asynchronous run again, event by event, and compare the weights", run_replay)
     p.add_argument("run", metavar="RUN", help="the directory of a run that was trained with record=true")
     p.add_argument("--json", action="store_true", help="print JSON")
@@ -163,6 +173,12 @@ def run_config(args: argparse.Namespace) -> int:
     from roundelay import verbs
 
     return verbs.run_config(args)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    from roundelay.virtual import plan
+
+    return plan.run_plan(args)
 
 
 def run_replay(args: argparse.Namespace) -> int:

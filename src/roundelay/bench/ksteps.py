@@ -15,6 +15,7 @@ from typing import Any
 
 from roundelay.bench.tasks import Frames
 from roundelay.bench.watched import Learned, learn, markdown, one_thread, say
+from roundelay.errors import UsageError
 from roundelay.sim.cluster import Cluster, Compute, Link, Links, Machines, Speed
 from roundelay.train.loop import Plan
 from roundelay.train.options import Options
@@ -54,9 +55,14 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--quick", action="store_true", help="4 learners, one epoch, three K: shows that it runs")
     p.add_argument("--seeds", type=int, default=1)
+    p.add_argument("--learners", default="4,20", help="only these numbers of learners, such as 20")
     args = p.parse_args(argv)
     one_thread()
-    sizes, fixed, epochs = ((4,), (1, 8, 64), 1.0) if args.quick else ((4, 20), FIXED, EPOCHS)
+    sizes, fixed, epochs = ([int(n) for n in args.learners.split(",")], FIXED, EPOCHS)
+    if args.quick:
+        sizes, fixed, epochs = [4], (1, 8, 64), 1.0
+    if not set(sizes) <= set(PER_LEARNER) - {1}:
+        raise UsageError(f"--learners {args.learners}", where="bench ksteps", do="choose among 4 and 20")
     found = table(sizes, fixed, epochs, 1 if args.quick else args.seeds)
     print(json.dumps(found) if args.json else show(found))
     return 0
@@ -127,7 +133,7 @@ def show(found: dict[str, Any]) -> str:
     lines = [markdown(head, [[r[k] for k in keys] for r in found["results"]]), ""]
     for v in found["verdicts"]:
         lines.append(
-            f"{v['learners']} learners: adaptive {v['adaptive_loss']:.4f} with {v['adaptive_averages']} averages; the best fixed is "
+            f"{v['learners']} learners: adaptive {v['adaptive_loss']:.4f} with {v['adaptive_averages']} averages; best fixed: "
             f"{v['best_fixed']} with {v['best_fixed_loss']:.4f} and {v['best_fixed_averages']}: "
             + ("at most that loss with no more averages" if v["holds"] else "not better on both counts")
         )

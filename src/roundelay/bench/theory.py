@@ -1,11 +1,12 @@
 """roundelay bench theory: what the theorems promise beside what the engine does, in virtual time.
 
-Gradient norm.  The theorems of D-PSGD and AD-PSGD bound the mean over K rounds of |grad f(mean of the learners)|^2 by a constant
-over sqrt(K L), at a rate proportional to sqrt(L / K), once K is large beside what the topology needs. So the table runs that
-very rate on a small problem that is not convex, and fits the exponents of K and of L; the theorem's are -1/2 and -1/2.
+Gradient norm.  The theorems of D-PSGD and AD-PSGD bound the mean over K rounds of |grad f(mean of the learners)|^2 by a
+constant over sqrt(K L), at a rate proportional to sqrt(L / K), once K is large beside what the topology needs. So the
+table runs that very rate on a small problem that is not convex, and fits the exponents of K and of L; the theorem's are
+-1/2 and -1/2.
 
-Contraction.  With a rate of zero the learners only average: the factor per round by which their squared spread falls, beside
-that of the matrices (topology.py).
+Contraction.  With a rate of zero the learners only average: the factor per round by which their squared spread falls,
+beside that of the matrices (topology.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 
 from roundelay import topology
 from roundelay.bench.watched import Watch, markdown, one_thread, say
+from roundelay.errors import UsageError, nearest
 from roundelay.sim.cluster import Cluster, Machines, Speed
 from roundelay.sim.simulate import simulate_task
 from roundelay.sim.virtual import PLAIN
@@ -33,7 +36,7 @@ from roundelay.train.options import Options
 BATCH = 1
 RATE = 4.0
 """c in the rate c sqrt(L / K)."""
-ROUNDS = (128, 256, 512, 1024)
+ROUNDS = (128, 256, 512)
 LEARNERS = (1, 2, 4, 8)
 SEEDS = 2
 DRAWS = 40
@@ -163,7 +166,7 @@ def contraction(strategy: str, ring: str, size: int) -> float:
 
 
 def pairs(seen: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [(before, after) for (_, before), (_, after) in zip(seen, seen[1:], strict=False)]
+    return [(before, after) for (_, before), (_, after) in pairwise(seen)]
 
 
 def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list[tuple[float, float]]:
@@ -183,7 +186,8 @@ def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list
             if worker.published is None:
                 done = float(worker.k)
             else:  # every write that is neither a step nor the placing above is a meeting
-                done = sum(one.worker.published.version - one.worker.k - 1 for one in learners.values()) / size  # type: ignore[union-attr]
+                writes = [one.worker.published.version - one.worker.k - 1 for one in learners.values() if one.worker.published]
+                done = sum(writes) / size
             seen.append((done, float((all_w - all_w.mean(0)).square().sum())))
 
     plan = Plan(
@@ -212,16 +216,28 @@ def main(argv: Sequence[str]) -> int:
     )
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--quick", action="store_true", help="fewer rounds, learners and seeds: shows that it runs, proves little")
+    p.add_argument("--contestants", default=";".join(CONTESTANTS), help="only these, separated by ;")
+    p.add_argument("--sizes", default="4,8,16,32", help="learners whose contraction is measured; empty: none")
     args = p.parse_args(argv)
     one_thread()
-    found = table(*((ROUNDS[:2], LEARNERS[:2], 1, (4,)) if args.quick else (ROUNDS, LEARNERS, SEEDS, (4, 8, 16, 32))))
+    names, sizes = [n.strip() for n in args.contestants.split(";") if n.strip()], [int(n) for n in args.sizes.split(",") if n]
+    unknown = [n for n in names if n not in CONTESTANTS]
+    if unknown:
+        raise UsageError(f"there is no contestant '{unknown[0]}'", where="bench theory", do=nearest(unknown[0], CONTESTANTS))
+    if args.quick:
+        found = table(names[:2], ROUNDS[:2], LEARNERS[:2], 1, sizes[:1])
+    else:
+        found = table(names, ROUNDS, LEARNERS, SEEDS, sizes)
     print(json.dumps(found) if args.json else show(found))
     return 0
 
 
-def table(rounds: Sequence[int], learners: Sequence[int], seeds: int, sizes: Sequence[int]) -> dict[str, Any]:
+def table(
+    names: Sequence[str], rounds: Sequence[int], learners: Sequence[int], seeds: int, sizes: Sequence[int]
+) -> dict[str, Any]:
     norms = []
-    for name, (strategy, ring) in CONTESTANTS.items():
+    for name in names:
+        strategy, ring = CONTESTANTS[name]
         values: dict[tuple[int, int], float] = {}
         for K in rounds:
             for L in learners:

@@ -34,6 +34,8 @@ class Look:
     loss: float
     spread: float
     """Root of the mean squared distance of a learner from the mean, over the norm of the mean."""
+    effective: float | None = None
+    """<g_a, g> / |g|^2: g the gradient at the mean, g_a the mean of the learners' own; the rate acts as if multiplied by it."""
 
 
 class Watch:
@@ -71,7 +73,9 @@ class Learned:
         return self.outcome is None
 
 
-def learn(cluster: Cluster, task: Any, options: Options, plan: Plan, looks: int = 12, seed: int = 0) -> Learned:
+def learn(
+    cluster: Cluster, task: Any, options: Options, plan: Plan, looks: int = 12, seed: int = 0, effective: bool = False
+) -> Learned:
     """Trains a task in virtual time and judges the mean model on the way and at the end."""
     seen: list[Look] = []
     judge = Flat(task.build())
@@ -80,7 +84,8 @@ def learn(cluster: Cluster, task: Any, options: Options, plan: Plan, looks: int 
         judge.phi.copy_(mean)
         with torch.no_grad():
             total, count = task.evaluate(judge.module.eval(), 0, 1)["loss"]
-        seen.append(Look(time_s, samples, total / count, spread))
+        ratio = effective_rate(task, judge, mean, [one.worker.w for one in watch.learners.values()]) if effective else None
+        seen.append(Look(time_s, samples, total / count, spread, ratio))
 
     watch = Watch(max(1, round(plan.epochs * task.samples / looks)), see)
     plan = replace(plan, on_step=watch, evaluate=True, progress="none", save_every_epochs=1e9)
@@ -91,6 +96,21 @@ def learn(cluster: Cluster, task: Any, options: Options, plan: Plan, looks: int 
     strategy: Any = innermost(next(iter(watch.learners.values())).strategy)
     assert outcome.figures is not None
     return Learned(outcome, seen, averages_of(strategy, outcome), outcome.figures["loss"])
+
+
+def effective_rate(task: Any, judge: Flat, mean: Tensor, each: Sequence[Tensor]) -> float:
+    """How much of the rate is left by the learners' disagreement (Zhang et al. 2021), on one batch for all."""
+    batch = task.batch(0, 0, min(64, task.samples))
+
+    def gradient(w: Tensor) -> Tensor:
+        judge.phi.copy_(w)
+        judge.clear_gradients()
+        task.loss(judge.module.train(), batch).backward()
+        return judge.gather(torch.empty_like(judge.phi))
+
+    g = gradient(mean)
+    together = torch.stack([gradient(w) for w in each]).mean(0)
+    return float(together @ g) / max(float(g @ g), 1e-30)
 
 
 def averages_of(strategy: Any, outcome: Outcome) -> int:
