@@ -173,11 +173,11 @@ def run_replay(args: argparse.Namespace) -> int:
     resolved = config.load(run / "config.toml")
     config.search_beside(resolved)
     settings = resolved.settings
-    progress = Progress("none" if args.json else "auto")
+    progress = Progress("replay", "events", "none" if args.json else "auto")
     try:
         found = replay(
             run, config.build_task(resolved), config.engine(settings), plan_of(settings, None), config.identity(settings),
-            lambda events, of: progress.step(events, of, {}),
+            progress.step,
         )  # fmt: skip
     finally:
         progress.close()
