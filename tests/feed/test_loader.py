@@ -89,7 +89,7 @@ def test_the_depth_grows_while_the_learner_waits_and_falls_when_it_does_not(monk
     slow.clear()
     while loader.depth > 2 and time.monotonic() < deadline:
         next(pieces)
-        time.sleep(0.005)  # the gradient
+        time.sleep(0.02)  # the gradient
     assert loader.depth == 2
     pieces.close()  # type: ignore[attr-defined]
 
