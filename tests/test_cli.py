@@ -55,7 +55,7 @@ def test_lists_for_people_name_everything(what: str, capsys: pytest.CaptureFixtu
     assert all(name in plain for name in names)
 
 
-@pytest.mark.parametrize("command", ["", "train", "list", "config", "demo", "bench"])
+@pytest.mark.parametrize("command", ["", "train", "list", "simulate", "config", "demo", "bench"])
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, *([command] if command else []), "--help")
     assert code == 0

@@ -45,6 +45,7 @@ BENCHES = {
     "throughput": "roundelay.bench.throughput",
     "network": "roundelay.bench.network",
     "overhead": "roundelay.bench.overhead",
+    "calibrate": "roundelay.bench.calibrate",
     "learning": "roundelay.bench.learning",
     "shapes": "roundelay.bench.shapes",
     "stragglers": "roundelay.bench.stragglers",

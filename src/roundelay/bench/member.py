@@ -234,6 +234,22 @@ class Member:
         finally:
             place.close()
 
+    def carry(self, number: int, parameters: int) -> dict[str, float]:
+        """What a mean takes between these machines, for `roundelay bench calibrate`."""
+        from roundelay.bench import calibrate
+
+        place = self.place(number)
+        try:
+            return calibrate.carry(place, parameters)
+        finally:
+            place.close()
+
+    def timed(self, number: int, strategy: str, batch: int, steps: int) -> dict[str, float]:
+        """A run of the ordinary loop, only its times."""
+        from roundelay.bench import calibrate
+
+        return calibrate.real_run(self.place(number), strategy, "", batch, steps)
+
     def evaluate(self, pictures: Sequence[Sequence[int]], part: int, parts: int) -> tuple[float, float]:
         """Sum of losses and count, of this part of the held-out set, at the mean of pictures given as (rank, slot)."""
         mean = torch.zeros(self.parameters)

@@ -56,6 +56,7 @@ class Link:
     gbit_per_s: float = FOREVER
     latency_us: float = 0.0
     duplex: str = "full"  # full: both directions at once; half: one at a time
+    cpu_s_per_gb: float = 0.0  # seconds of its own core that a learner loses per GB it exchanges while it computes
     shared: bool = True  # inside: one bus per machine, else a port per learner; between: one card per machine, else per learner
 
 
@@ -253,31 +254,34 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
     for m in cluster.machines:
         if m.count < 1 or m.learners < 1:
             refuse(f"machines: count = {m.count}, learners = {m.learners}", "give at least 1 of each")
-    above: dict[str, float] = {
-        "link.inside.gbit_per_s": cluster.link.inside.gbit_per_s,
-        "link.between.gbit_per_s": cluster.link.between.gbit_per_s,
-        "memory.gb_per_s": cluster.memory.gb_per_s,
-        "memory.device_gb_per_s": cluster.memory.device_gb_per_s,
-        "memory.meeting_gb_per_s": cluster.memory.meeting_gb_per_s,
-        "loader.samples_per_s": cluster.loader.samples_per_s,
-        "learner.memory_gb": cluster.learner.memory_gb,
-        **{"machines.memory_gb": m.memory_gb for m in cluster.machines},
-        **{"machines.speed": m.speed for m in cluster.machines},
-    }
-    for name, value in above.items():
+    inside, between, memory, learner = cluster.link.inside, cluster.link.between, cluster.memory, cluster.learner
+    above = [
+        ("link.inside.gbit_per_s", inside.gbit_per_s),
+        ("link.between.gbit_per_s", between.gbit_per_s),
+        ("memory.gb_per_s", memory.gb_per_s),
+        ("memory.device_gb_per_s", memory.device_gb_per_s),
+        ("memory.meeting_gb_per_s", memory.meeting_gb_per_s),
+        ("loader.samples_per_s", cluster.loader.samples_per_s),
+        ("learner.memory_gb", learner.memory_gb),
+        *(("machines.memory_gb", m.memory_gb) for m in cluster.machines),
+        *(("machines.speed", m.speed) for m in cluster.machines),
+    ]
+    for name, value in above:
         if not value > 0:
             refuse(f"{name} = {value:g}: nothing would ever arrive", "give a number above 0, or leave it out for no limit")
-    not_below = {
-        "learner.seconds_per_sample": cluster.learner.seconds_per_sample,
-        "learner.seconds_per_step": cluster.learner.seconds_per_step,
-        "learner.scatter.spread": cluster.learner.scatter.spread,
-        "link.inside.latency_us": cluster.link.inside.latency_us,
-        "link.between.latency_us": cluster.link.between.latency_us,
-        "memory.steals": cluster.memory.steals,
-        **{"failures.at_s": f.at_s for f in cluster.failures},
-        **{"slow.from_s": s.from_s for s in cluster.slow},
-    }
-    for name, value in not_below.items():
+    not_below = [
+        ("learner.seconds_per_sample", learner.seconds_per_sample),
+        ("learner.seconds_per_step", learner.seconds_per_step),
+        ("learner.scatter.spread", learner.scatter.spread),
+        ("link.inside.latency_us", inside.latency_us),
+        ("link.between.latency_us", between.latency_us),
+        ("link.inside.cpu_s_per_gb", inside.cpu_s_per_gb),
+        ("link.between.cpu_s_per_gb", between.cpu_s_per_gb),
+        ("memory.steals", memory.steals),
+        *(("failures.at_s", f.at_s) for f in cluster.failures),
+        *(("slow.from_s", s.from_s) for s in cluster.slow),
+    ]
+    for name, value in not_below:
         if not value >= 0 or math.isinf(value):
             refuse(f"{name} = {value:g}: time does not run backwards", "give a finite number of at least 0")
     if not 0 <= cluster.learner.backward_share <= 1:

@@ -54,8 +54,8 @@ class Agent:
     """One learner's agent: what it has entered, met and been asked for."""
 
     __slots__ = (
-        "asked", "bytes", "entered", "figures", "gradients", "met", "open", "opened_at", "owed_from", "per_meeting", "published",
-        "rank", "rested", "round", "snapshot", "taken",
+        "asked", "bytes", "entered", "figures", "gradients", "met", "open", "opened_at", "owed_from", "per_meeting",
+        "published", "rank", "rested", "round", "snapshot", "taken",
     )  # fmt: skip
 
     def __init__(self, rank: int, published: VirtualPublished, gradients_per_meeting: float) -> None:
@@ -169,6 +169,9 @@ class Ring:
             end = max(network.transfer(here, there, size, now), network.transfer(there, here, size, now))
             agent.bytes += size
             other.bytes += size
+            cost = network.cpu_seconds(here, there, size)
+            job.stolen[here] += cost
+            job.stolen[there] += cost
         job.world.at(end, lambda: self._complete(agent, other, round, in_place))
         return None
 

@@ -97,9 +97,8 @@ class VirtualHost:
         self._sinks = sinks if sinks is not None else {}
         self._dice: Tensor | None = None
         self.feeds: list[Any] = []
-        self.done: list[tuple[float, int]] = []
-        """(when, samples) of every gradient."""
-        self.began = 0.0
+        self.done: list[tuple[float, float, int]] = []
+        """(from, to, samples) of every gradient."""
         self.computed_s = 0.0
         self.clock = job.now
 
@@ -137,9 +136,7 @@ class VirtualHost:
         seconds = own + job.stolen[self._rank]
         job.stolen[self._rank] = 0.0
         end = now + seconds
-        if not self.done:
-            self.began = now
-        self.done.append((end, samples))
+        self.done.append((now, end, samples))
         self.computed_s += own
         job.backward[self._rank] = (end - self._backward * seconds, end)
         if job.model_bytes:

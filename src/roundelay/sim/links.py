@@ -26,6 +26,7 @@ class Route:
 
     def __init__(self, ways: Sequence[Way], crossing: bool, size: int, link_s: float, load: float, latency_s: float) -> None:
         self.ways, self.crossing, self.size = ways, crossing, size
+        self.cpu_s_per_byte = 0.0
         self.seconds_per_byte, self.latency_s = link_s * load, latency_s
         """Load: how many of the ring's flows share the busiest way."""
 
@@ -114,7 +115,15 @@ class Network:
             load = float(len(ranks)) if link.shared else 1.0
             load *= 2.0 if link.duplex == "half" and not link.shared else 1.0
             ways = [way for r in ranks for way in table[r]]
-        return Route(list(dict.fromkeys(ways)), crossing, len(ranks), per_byte, load, latency)
+        route = Route(list(dict.fromkeys(ways)), crossing, len(ranks), per_byte, load, latency)
+        route.cpu_s_per_byte = link.cpu_s_per_gb * 1e-9
+        return route
+
+    def cpu_seconds(self, source: int, target: int, size: float) -> float:
+        """What one side of an exchange of so many bytes each way costs it on its core."""
+        link = self.cluster.link
+        inside = self.machine[source] == self.machine[target]
+        return size * 1e-9 * (link.inside if inside else link.between).cpu_s_per_gb
 
     def all_reduce(self, route: Route, size: float, start: float, rounds: float = 2.0) -> float:
         """When a sum (rounds=1) or a sum that everybody gets (rounds=2) is there: bytes pass as in a ring."""

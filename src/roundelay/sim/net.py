@@ -25,14 +25,17 @@ from roundelay.wire.inproc import mixed, plain_sum, weighted_mean
 class Rendezvous:
     """Where the members of a group bring something and take something away."""
 
-    __slots__ = ("brought", "done_at", "kind", "ready", "result", "waiting")
+    __slots__ = ("brought", "cpu_s", "done_at", "kind", "ready", "result", "starts_at", "waiting")
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.brought: dict[int, Any] = {}
         self.ready: list[tuple[float, float]] = []
         """Of every member, when the first and the last of what it brings can leave."""
+        self.starts_at = 0.0
         self.done_at: float | None = None
+        self.cpu_s = 0.0
+        """What the transfer costs a member on its core, if it computes meanwhile."""
         self.result: Any = None
         self.waiting: list[Any] = []
 
@@ -93,15 +96,21 @@ class _Coming:
         return self._rendezvous.done_at is not None and self._rendezvous.done_at <= self._group.job.world.now
 
     def wait(self) -> Any:
-        rendezvous, world = self._rendezvous, self._group.job.world
+        rendezvous, group = self._rendezvous, self._group
+        job, me = group.job, group.ranks[self._rank]
+        came = job.world.now
         if rendezvous.done_at is None:
-            if self._group.lost is None:
-                rendezvous.waiting.append(world.current)
-                self._group.job.wait(self._group.ranks[self._rank], "comm", self._why)
+            if group.lost is None:
+                rendezvous.waiting.append(job.world.current)
+                job.wait(me, "comm", self._why)
             if rendezvous.done_at is None:
-                raise self._group.missed(self._rank)
-        elif rendezvous.done_at > world.now:
-            self._group.job.sleep_until(self._group.ranks[self._rank], "comm", rendezvous.done_at)
+                raise group.missed(self._rank)
+        elif rendezvous.done_at > came:
+            job.sleep_until(me, "comm", rendezvous.done_at)
+        if rendezvous.cpu_s and came > rendezvous.starts_at:
+            # what travelled while this member computed was carried by its own core
+            hidden = (min(came, rendezvous.done_at) - rendezvous.starts_at) / (rendezvous.done_at - rendezvous.starts_at)
+            job.stolen[me] += rendezvous.cpu_s * hidden
         return self._finish(rendezvous.result)
 
     def _why(self) -> str:
@@ -208,6 +217,7 @@ class VirtualNet:
         if len(brought) == self.size:
             del group.open[number]
             rendezvous.result = combine(brought)
+            rendezvous.starts_at = now
             rendezvous.done_at = end = max(done_at(rendezvous), now)
             wake = self.job.world.wake
             for task in rendezvous.waiting:
@@ -220,12 +230,11 @@ class VirtualNet:
     def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> Pending:
         size = self.job.bytes_of(x)
         self._bytes += 2 * size * (self.size - 1) / self.size
-        network, world = self.job.network, self.job.world
         return self._bring(
             "mean",
             (x, weight),
             weighted_mean,
-            lambda r: network.all_reduce(self.group.route, size, world.now),
+            lambda r: self._reduced_at(r, size, 2.0),
             lambda result: result.clone(),
         )
 
@@ -247,10 +256,14 @@ class VirtualNet:
     def _reduced_at(self, rendezvous: Rendezvous, size: float, rounds: float) -> float:
         """Buckets leave while backward goes on: each when everybody has it and the one before it has gone."""
         network, route = self.job.network, self.group.route
+        rendezvous.cpu_s = route.cpu_s_per_byte * rounds * size * (self.size - 1) / self.size
+        if not rendezvous.ready:
+            return network.all_reduce(route, size, self.job.world.now, rounds)
         buckets = self.job.buckets(size)
         first, last = (max(r[i] for r in rendezvous.ready) for i in (0, 1))
         if buckets == 1:
             return network.all_reduce(route, size, last, rounds)
+        rendezvous.starts_at = first
         end = 0.0
         for b in range(1, buckets + 1):
             share = b / buckets

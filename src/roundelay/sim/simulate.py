@@ -61,6 +61,8 @@ class Outcome:
     spans: list[tuple[int, str, float, float]] = field(default_factory=list)
     events: int = 0
     weights: np.ndarray | None = None
+    busy_s: float = 0.0
+    """From the first gradient's beginning to the last one's end."""
 
     @property
     def staleness_mean(self) -> float:
@@ -123,6 +125,8 @@ def simulate_timing(
     traits = build_strategy(options).traits
     check_fit(cluster, need(parameters, traits, learners=size), parameters)
     task = TimingTask(steps * batch * size)
+    if traits.state_rule != "average":
+        momentum = 0.0  # nobody sends it, and its arithmetic is part of the modelled step
     plan = Plan(epochs=1.0, batch=batch, lr=0.1, momentum=momentum, evaluate=False, progress="none", save_every_epochs=2.0)
     outcome = _run(cluster, task, options, plan, 4.0 * parameters, run, spans)
     if samples is not None:
@@ -204,6 +208,7 @@ def _outcome(virtual: Virtual, strategy: str, results: list[dict[str, Any] | Non
         spans=virtual.job.spans,
         events=virtual.job.world.events,
         weights=first["w"],
+        busy_s=max(h.done[-1][1] for h in virtual.hosts if h.done) - min(h.done[0][0] for h in virtual.hosts if h.done),
     )
 
 
@@ -212,8 +217,11 @@ def _rates(virtual: Virtual) -> tuple[float, float]:
     done = [host.done for host in virtual.hosts if host.done]
     if not done:
         return 0.0, 0.0
-    until = min(ends[-1][0] for ends in done)
-    began = min(host.began for host in virtual.hosts if host.done)
-    samples = sum(n for ends in done for end, n in ends if end <= until)
-    ceiling = sum(sum(n for _, n in host.done) / host.computed_s for host in virtual.hosts if host.computed_s > 0)
+    until = min(gradients[-1][1] for gradients in done)
+    began = min(gradients[0][0] for gradients in done)
+    samples = 0.0
+    for gradients in done:
+        for start, end, n in gradients:  # one under way when the first runs out counts as far as it is
+            samples += n if end <= until else n * max(until - start, 0.0) / (end - start)
+    ceiling = sum(sum(n for _, _, n in host.done) / host.computed_s for host in virtual.hosts if host.computed_s > 0)
     return samples / max(until - began, 1e-12), ceiling

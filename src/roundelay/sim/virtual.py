@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import greenlet
 import torch
 
 from roundelay.core import kernels
-from roundelay.errors import PeerLost, RoundelayError
+from roundelay.errors import Interrupted, PeerLost, RoundelayError
 from roundelay.sim.cluster import Cluster, Compute, Link, Links, Machines, Speed
 from roundelay.sim.host import EventSink, VirtualHost
 from roundelay.sim.job import Job
@@ -92,6 +93,8 @@ class Virtual:
             raise
         except BaseException as error:
             self.problems.append((rank, error, traceback.format_exc()))
+            if isinstance(error, Interrupted):
+                return  # all stop together
             self.job.bury(rank, f"ended in an error: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
         finally:
             for feed in self.hosts[rank].feeds:
@@ -124,7 +127,5 @@ def in_virtual_time(
     job: Callable[..., Any], *args: Any, size: int, machines: int = 0, cluster: Cluster = PLAIN, seed: int = 0
 ) -> list[Any]:
     """A runner beside `run_threads` and `Pool.run`: for the battery, and for strategies out of the tree."""
-    from dataclasses import replace
-
     names = split(["here"] * size, machines)
     return Virtual(replace(cluster, machines=(Machines(1, size),)), machines=names, seed=seed).run(job, *args)

@@ -123,8 +123,8 @@ class World:
     def run(self) -> None:
         """Until nothing is left to happen. Errors inside tasks are theirs to catch."""
         self._hub = greenlet.getcurrent()
-        for task in self.tasks:
-            task.green.parent = self._hub
+        for begun in self.tasks:
+            begun.green.parent = self._hub
         self.running = True
         heap = self._heap
         try:

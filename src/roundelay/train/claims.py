@@ -13,6 +13,8 @@ import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from roundelay.core.net import Store
 from roundelay.core.worker import Share
@@ -53,6 +55,11 @@ class Dealt:
     first: int = 0
     """Places dealt before this run began."""
 
+    @cached_property
+    def everybody(self) -> int:
+        """Samples of a round in which all have a batch."""
+        return sum(self.batches)
+
     def share(self, own: int, machine: int, round_samples: int, position: int, total: int) -> Share:
         return Share(own, machine, round_samples, position, total, self.first)
 
@@ -67,8 +74,8 @@ class Turn:
 
     def __iter__(self) -> Iterator[Claim]:
         d = self.dealt
-        position, everybody, steps = d.first, sum(d.batches), 0
-        before = [sum(d.batches[:rank]) for rank in range(len(d.batches))]
+        position, everybody, steps = d.first, d.everybody, 0
+        before = list(accumulate(d.batches, initial=0))
         while position < d.total and (self.stop_at is None or steps < self.stop_at):
             epoch = position // d.samples
             end = min((epoch + 1) * d.samples, d.total)
@@ -145,7 +152,7 @@ class Race:
     def nothing_left(self) -> Share:
         """What a learner works on when all is dealt: no samples, at the end of the run."""
         d, total = self.dealt, self.total
-        return d.share(0, 0, sum(d.batches), total, total)
+        return d.share(0, 0, d.everybody, total, total)
 
     def _next_returned(self) -> Span | None:
         returned, taken = int(self.store.get("returned") or 0), int(self.store.get("returned-taken") or 0)
@@ -252,7 +259,7 @@ class Race:
         epoch = start // d.samples
         mine = min(stop, start + sum(d.batches[r] for r in d.machine if r < d.rank))
         end = min(stop, mine + d.batches[d.rank])
-        share = d.share(end - mine, stop - start, sum(d.batches), start, d.total)
+        share = d.share(end - mine, stop - start, d.everybody, start, d.total)
         return Claim(epoch, mine - epoch * d.samples, end - epoch * d.samples, share, span)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from roundelay.train.judge import Judge
 from roundelay.train.learner import Learner, innermost
 from roundelay.train.options import Options
 from roundelay.train.place import Place
+from roundelay.train.signals import StopOnSignals
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -207,7 +207,8 @@ class Run:
         task, host = self.task, self.place.host
         for claim in self._halting(claims):
             samples = claim.stop - claim.start
-            yield claim, host.load(lambda c=claim: task.batch(c.epoch, c.start, c.stop), samples) if samples else None
+            make = partial(task.batch, claim.epoch, claim.start, claim.stop)
+            yield claim, host.load(make, samples) if samples else None
 
     def _compute(self, batch: Any) -> Callable[[], float] | None:
         if batch is None:
@@ -403,29 +404,6 @@ class Run:
 
     def _signals(self) -> Any:
         return StopOnSignals(self._asked_to_stop) if self.place.host.speaks(self.place.rank) else nullcontext()
-
-
-class StopOnSignals:
-    """The first SIGINT or SIGTERM asks for a stop at the next step; a second SIGINT stops at once."""
-
-    def __init__(self, flag: threading.Event) -> None:
-        self._flag = flag
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if self._flag.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._flag.set()
-        print("roundelay: stopping after this step; a checkpoint is being written", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

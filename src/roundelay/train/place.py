@@ -58,7 +58,10 @@ class Place:
     @property
     def leaders(self) -> list[int]:
         """The first rank of every machine."""
-        return sorted({self.machine_of(r)[0] for r in range(self.size)})
+        first: dict[str, int] = {}
+        for rank, machine in enumerate(self.machines):
+            first.setdefault(machine, rank)
+        return sorted(first.values())
 
     def close(self) -> None:
         self.net.close()

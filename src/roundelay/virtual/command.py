@@ -42,7 +42,7 @@ class Asked:
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    asked, rest = parse(args.overrides, bool)
+    asked, rest = parse(args.overrides)
     cluster = clusters.load(args.cluster)
     if asked.learners:
         cluster = cluster.cut(asked.learners)
@@ -56,7 +56,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse(overrides: list[str], _: Any = None) -> tuple[Asked, list[str]]:
+def parse(overrides: list[str]) -> tuple[Asked, list[str]]:
     """The settings, and those that go to the task's own file."""
     known = {f.name: f for f in fields(Asked)}
     values: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def _time(cluster: clusters.Cluster, asked: Asked) -> tuple[Outcome, Path]:
     strategy = asked.strategy or "adpsgd"
     run = Path(asked.run) if asked.run else fresh_run(cluster.name, strategy)
     run.mkdir(parents=True, exist_ok=True)
-    settings = {
+    settings: dict[str, Any] = {
         "strategy": strategy,
         "topology": asked.topology or "ring",
         "batch": asked.batch or 128,
