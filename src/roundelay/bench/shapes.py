@@ -136,8 +136,9 @@ def straggler(steps: int, slowdowns: Sequence[int]) -> list[dict[str, Any]]:
         for factor in slowdowns:
             slow = Slow(float(factor), learner=SLOW_ONE) if factor > 1 else None
             seconds[str(factor)] = SAMPLES / time("v100-8x8", 16, strategy, 128, steps, slow=slow, **more).samples_per_s
-        rows.append({"contestant": name, "epoch_s": seconds, "times": {k: v / seconds["1"] for k, v in seconds.items()}})
-        say(f"straggler  {name:<20} " + "  ".join(f"x{k}: {v:.2f}" for k, v in rows[-1]["times"].items()))
+        times = {k: v / seconds["1"] for k, v in seconds.items()}
+        rows.append({"contestant": name, "epoch_s": seconds, "times": times})
+        say(f"straggler  {name:<20} " + "  ".join(f"x{k}: {v:.2f}" for k, v in times.items()))
     return rows
 
 
