@@ -58,9 +58,9 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--learners", default="4,20", help="only these numbers of learners, such as 20")
     args = p.parse_args(argv)
     one_thread()
-    sizes, fixed, epochs = ([int(n) for n in args.learners.split(",")], FIXED, EPOCHS)
-    if args.quick:
-        sizes, fixed, epochs = [4], (1, 8, 64), 1.0
+    sizes = [4] if args.quick else [int(n) for n in args.learners.split(",")]
+    fixed = FIXED[::3] if args.quick else FIXED
+    epochs = 1.0 if args.quick else EPOCHS
     if not set(sizes) <= set(PER_LEARNER) - {1}:
         raise UsageError(f"--learners {args.learners}", where="bench ksteps", do="choose among 4 and 20")
     found = table(sizes, fixed, epochs, 1 if args.quick else args.seeds)

@@ -161,7 +161,8 @@ def contraction(strategy: str, ring: str, size: int) -> float:
     seen = spreads(strategy, ring, size, 60, 0)
     if len(seen) < 4:
         return 0.0  # all agree within a period
-    slope = np.polyfit([r for r, _ in seen], [math.log(s) for _, s in seen], 1)[0]
+    late = seen[len(seen) // 2 :]  # by then only the slowest mode is left, whose rate is the promise
+    slope = np.polyfit([r for r, _ in late], [math.log(s) for _, s in late], 1)[0]
     return math.exp(float(slope))
 
 

@@ -70,7 +70,8 @@ def what_if(run: Path, rank: int, options: Options, batch: int, parameters: int)
         name=f"as measured in {run.name}",
         machines=tuple(Machines(1, names.count(name)) for name in dict.fromkeys(names)),
         learner=Compute(seconds_per_sample=usual, seconds_per_step=rendezvous),
-        slow=tuple(Slow(pace / usual, learner=r) for r, pace in enumerate(paces)),
+        # a factor lengthens the whole step, but only the rank's own part of it is its own
+        slow=tuple(Slow((batch * pace + rendezvous) / (batch * usual + rendezvous), learner=r) for r, pace in enumerate(paces)),
     )
 
     def rate(slow: tuple[Slow, ...]) -> float:
