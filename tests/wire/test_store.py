@@ -77,7 +77,7 @@ def stores(request: pytest.FixtureRequest):
 
 
 keys = st.sampled_from(["a", "b", "c/d"])
-texts = st.text(alphabet=st.characters(exclude_characters="\x00"), min_size=1, max_size=20)
+texts = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=20)
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("set"), keys, texts),

@@ -27,6 +27,9 @@ class Host(Protocol):
     def stamp(self) -> str:
         """The time as the lines of a log begin with it."""
 
+    def begin_with(self, number: int) -> None:
+        """Torch's own dice roll from this number: first weights, the same for all learners."""
+
     def seed(self, number: int) -> None:
         """From now on the learner's dice (dropout and the like) roll from this number."""
 

@@ -107,6 +107,9 @@ class VirtualHost:
 
     # -- dice ----------------------------------------------------------------------------------------------------------
 
+    def begin_with(self, number: int) -> None:
+        torch.default_generator.manual_seed(number)  # torch.manual_seed takes milliseconds, for devices there are none of here
+
     def seed(self, number: int) -> None:
         self._dice = torch.Generator().manual_seed(number).get_state()
 

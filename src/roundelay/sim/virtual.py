@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -75,9 +76,12 @@ class Virtual:
             for rank in range(self.size):
                 if rank == failure.learner or self.job.network.machine[rank] == failure.machine:
                     world.at(failure.at_s, lambda rank=rank: self._die(rank, tasks[rank]))  # type: ignore[misc]
+        patience = gc.get_threshold()
+        gc.set_threshold(500_000, 50, 100)  # thousands of learners are many objects, and looking through them finds nothing
         try:
             world.run()
         finally:
+            gc.set_threshold(*patience)
             torch.set_rng_state(dice)
             for sink in self._sinks.values():
                 sink.close()

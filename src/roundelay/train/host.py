@@ -26,6 +26,9 @@ class RealHost:
     def stamp(self) -> str:
         return time.strftime("%H:%M:%S")
 
+    def begin_with(self, number: int) -> None:
+        torch.manual_seed(number)
+
     def seed(self, number: int) -> None:
         torch.manual_seed(number)
 

@@ -85,7 +85,7 @@ class Run:
         self._log = open(log, "a") if log is not None and place.host.speaks(place.rank) else None  # noqa: SIM115
         self.progress = Progress(plan.progress if place.rank == 0 else "none")
         with BUILDING:
-            torch.manual_seed(options.seed)
+            place.host.begin_with(options.seed)
             module = task.build().to(place.device)
             place.host.seed(options.seed * 1_000_003 + place.rank)  # dropout and the like differ between learners
         events = place.host.events(plan.run / "events.jsonl" if plan.run is not None else None, place.rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -148,20 +149,25 @@ class Optimizer:
         else:
             self.torch.state.clear()
 
+    @cached_property
+    def ranges(self) -> list[_Range]:
+        """The vector in stretches whose parameters share a group."""
+        found: list[_Range] = []
+        start = 0
+        for i, slot in enumerate(self.flat.slots):
+            if i + 1 == len(self.groups) or self.groups[i + 1] is not self.groups[i]:
+                found.append(_Range(start, slot.stop, self.groups[i]))
+                start = slot.stop
+        return found
+
     # -- what displacements need -----------------------------------------------------------------------------------
 
     def pieces(self, g: Vector) -> list[tuple[_Range, Tensor]]:
         """The gradient in pieces that lie contiguously: per parameter as backward left them, or cut from a vector."""
         vector = None if isinstance(g, Gradient) and g.in_parameters else solid(g)
-        found: list[tuple[_Range, Tensor]] = []
         if vector is not None:
-            start = 0
-            for i, slot in enumerate(self.flat.slots):
-                last = i + 1 == len(self.groups)
-                if last or self.groups[i + 1] is not self.groups[i]:
-                    found.append((_Range(start, slot.stop, self.groups[i]), vector[start : slot.stop]))
-                    start = slot.stop
-            return found
+            return [(at, vector[at.start : at.stop]) for at in self.ranges]
+        found: list[tuple[_Range, Tensor]] = []
         for slot, group in zip(self.flat.slots, self.groups, strict=True):
             grad = slot.parameter.grad
             if grad is not None:
