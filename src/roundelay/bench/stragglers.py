@@ -58,9 +58,11 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--quick", action="store_true", help="a quarter of an epoch: shows that it runs")
     p.add_argument("--slowdowns", default=",".join(f"{s:g}" for s in SLOWDOWNS), help="only these, such as 1,10")
+    p.add_argument("--epochs", type=float, default=EPOCHS, help=f"passes over the samples (default {EPOCHS:g})")
     args = p.parse_args(argv)
     one_thread()
-    found = table(*(((1.0, 10.0), 0.25) if args.quick else ([float(s) for s in args.slowdowns.split(",")], EPOCHS)))
+    slowdowns = [1.0, 10.0] if args.quick else [float(s) for s in args.slowdowns.split(",")]
+    found = table(slowdowns, 0.25 if args.quick else args.epochs)
     print(json.dumps(found) if args.json else show(found))
     return 0
 
