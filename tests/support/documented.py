@@ -34,6 +34,10 @@ TWO_HOSTS = (
     + "; wait"
 )
 AVERAGING = "roundelay bench averaging road/mine runs/spoken --frames 500 --systems overlap --learners 1 --epochs 0.1 --no-wer --jobs 1 --json"
+CALIBRATE = "roundelay bench calibrate --out here.toml --seconds 0.2 --repeats 1 --json"
+TIMING = "roundelay simulate v100-8x8 strategy=sync learners=16 batch=160 samples=33860000 epochs=16 steps=5 --json"
+PLAN = "roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000 learners=4 --json"
+COMPARE = "roundelay compare runs/frames-adpsgd-1 runs/k16 --json"
 VIRTUAL = "roundelay simulate {cluster} task=examples/frames.toml strategy=adpsgd learners=4 steps=5 task_options.samples=256"
 FEEDING = "roundelay bench feeding --quick --repeats 1 --json"
 HOST = (
@@ -46,6 +50,9 @@ INSTEAD: dict[str, str] = {
     "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml epochs=2 run=runs/tr": TORCHRUN,
     "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml run=runs/t": TORCHRUN,
     "torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml 'strategy=hierarchical(adpsgd)'": TORCHRUN,
+    "mpirun -n 2 python examples/join_any_module.py": (
+        "mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2 python examples/join_any_module.py"
+    ),
     # benchmarks
     "roundelay bench throughput": THROUGHPUT,
     "roundelay bench throughput --quick": THROUGHPUT,
@@ -71,27 +78,42 @@ INSTEAD: dict[str, str] = {
     "roundelay bench averaging recipes/spoken runs/spoken --seeds 3": AVERAGING,
     "roundelay bench averaging recipes/spoken runs/spoken --systems overlap --optimizers sgd,ngsgd --seeds 3": AVERAGING,
     "roundelay bench shapes": "roundelay bench shapes --quick",
+    "roundelay bench shapes --quick": "roundelay bench shapes --quick",
     "roundelay bench theory": "roundelay bench theory --quick",
+    "roundelay bench theory --quick": "roundelay bench theory --quick",
     "roundelay bench stragglers": "roundelay bench stragglers --quick --slowdowns 10",
+    "roundelay bench stragglers --quick": "roundelay bench stragglers --quick --slowdowns 10",
     "roundelay bench ksteps": "roundelay bench ksteps --quick --seeds 1",
+    "roundelay bench ksteps --quick": "roundelay bench ksteps --quick --seeds 1",
     # virtual time
-    "roundelay bench calibrate --out here.toml --check": "roundelay bench calibrate --out here.toml --seconds 0.5 --repeats 1",
+    "roundelay bench calibrate --out here.toml --check": CALIBRATE,
+    "roundelay bench calibrate --out here.toml": CALIBRATE,
     "roundelay simulate v100-8x8 'strategy=hierarchical(adpsgd)' steps=200": (
         "roundelay simulate v100-8x8 'strategy=hierarchical(adpsgd)' steps=5"
     ),
-    "roundelay simulate v100-8x8 strategy=sync samples=33860000 epochs=16": (
-        "roundelay simulate v100-8x8 strategy=sync samples=33860000 epochs=16 steps=5"
-    ),
+    "roundelay simulate v100-8x8 strategy=sync samples=33860000 epochs=16": TIMING,
+    "roundelay simulate v100-8x8 strategy=sync learners=16 batch=160 samples=33860000 epochs=16 --json": TIMING,
     "roundelay simulate p100-16 task=examples/frames.toml strategy=adpsgd": VIRTUAL.format(cluster="p100-16"),
+    "roundelay simulate my-cluster.toml task=examples/frames.toml strategy=adpsgd learners=4": VIRTUAL.format(
+        cluster="p100-16"
+    ),
     "roundelay simulate my-cluster.toml task=examples/frames.toml strategy=adpsgd": VIRTUAL.format(cluster="my-cluster.toml"),
     "roundelay plan examples/frames.toml cluster=v100-8x8": "roundelay plan examples/frames.toml cluster=v100-8x8 learners=4",
-    "roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000": (
-        "roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000 learners=4"
-    ),
+    "roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000": PLAN,
+    "roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000 --json": PLAN,
     "roundelay plan examples/frames.toml model=swb2000 samples=33860000 epochs=16 batch=128 cluster=my-cluster.toml --json": (
         "roundelay plan examples/frames.toml model=swb2000 samples=33860000 epochs=16 batch=128 cluster=my-cluster.toml learners=2"
         " --json"
     ),
+    # looking at runs
+    "roundelay report runs/adpsgd runs/sync --out compared.html": (
+        "roundelay report runs/frames-adpsgd-1 runs/k16 --out compared.html"
+    ),
+    "roundelay compare runs/sync-0 runs/sync-1 runs/adpsgd-0 runs/adpsgd-1": COMPARE,
+    "roundelay compare runs/* --json": COMPARE,
+    "roundelay completion bash > ~/.local/share/bash-completion/completions/roundelay": "roundelay completion bash > bash.txt",
+    "source <(roundelay completion zsh)": "roundelay completion zsh > zsh.txt",
+    "roundelay completion fish > ~/.config/fish/completions/roundelay.fish": "roundelay completion fish > fish.txt",
     # the speech road
     "roundelay synth my-speech rate=16000 train_speakers=24 train_utterances=600": "roundelay synth my-speech rate=16000"
     " train_speakers=4 train_utterances=80 dev_speakers=2 dev_utterances=10 test_speakers=2 test_utterances=10 lm_sentences=300 --jobs 1",
@@ -141,6 +163,13 @@ BY_TEST: dict[str, str] = {
     "torchrun --nproc-per-node 4 script.py": EXAMPLE,
     "roundelay demo": DEMO,
     "roundelay demo train.slow=1:2.5": DEMO,
+    "roundelay demo --out demo-even train.slow= --json": DEMO,
+    "roundelay plan --what-if runs/frames-sync-1 rank=7": "tests/sim/test_plan.py::test_what_if_a_rank_were_normal",
+    "roundelay check learners=2 run=runs/next": "tests/test_check.py::test_local_learners_measure_what_lies_between_them",
+    "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check host=auto": (
+        "tests/test_check.py::test_under_torchrun_rank_0_speaks_for_all"
+    ),
+    "mpirun -n 4 roundelay train examples/frames.toml wire=mpi strategy=kstep": MPIRUN,
     "roundelay demo --out demo-even train.slow=": DEMO,
     "roundelay demo --out demo-four train.learners=4 train.batch=8 train.slow=3:4.0": DEMO,
     "mpirun -n 2": MPIRUN,
@@ -171,6 +200,8 @@ CANNOT: dict[str, str] = {
     "pip install --no-binary mpi4py mpi4py": "needs the network and a cluster's own MPI",
     "tensorboard --logdir runs": "serves until it is stopped; what it reads: tests/train/test_board.py",
     "roundelay bench batches": "takes hours, and minutes with --quick",
+    "roundelay bench batches --keep batches.jsonl --jobs 2": "as above",
+    "sudo roundelay bench calibrate --links 1000,200 --check": "shapes links as root for minutes; its cables: test_network.py",
     "tail -f slurm-12345.txt": "follows a file until it is stopped",
     "sudo roundelay bench overhead --link 1000 --sizes 1M,10M": "shapes links as root for minutes; its cables: test_network.py",
     "sudo roundelay bench overhead --link 1000 --sizes 1M,10M --json": "as above",
