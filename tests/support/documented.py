@@ -15,7 +15,7 @@ TINY = (
 )
 DONE = f"roundelay run road/mine {TINY} run=runs/mine --jobs 1"
 """The recipe of own-corpus.md, which every sandbox finds done: all its stages are checked and skipped."""
-PACKED = f"roundelay run road/mine {TINY} network.packed=true run=runs/mine --until train --jobs 1"
+PACKED = f"roundelay run road/mine {TINY} network.packed=true run=runs/mine --until network --jobs 1"
 THROUGHPUT = "roundelay bench throughput --contestants adpsgd --batches 8 --cases even --rounds 1 --seconds 0.3 --json"
 OVERHEAD = "roundelay bench overhead --sizes 1M --repeats 1 --no-buffers --json"
 LEARNING = "roundelay bench learning --learners 2 --seeds 1 --contestants kstep --epochs 0.1 --json"
@@ -134,7 +134,7 @@ INSTEAD: dict[str, str] = {
     " train.strategy_options='{K = 600, best_first = 1, combine = 20, state = \"forget\"}' train.optimizer=ngsgd": (
         f"roundelay run road/mine {TINY.replace('train.learners=1', 'train.learners=2')} network.packed=true"
         " train.strategy=kstep train.strategy_options='{K = 2, best_first = 1, combine = 2, state = \"forget\"}'"
-        " train.optimizer=ngsgd run=runs/mine --until train --jobs 1"
+        " train.optimizer=ngsgd run=runs/mine --until network --jobs 1"
     ),
     HOST.format(n=0, rest="/shared/runs/spoken/network/task.toml run=/shared/runs/spoken/network resume=auto host=auto"): (
         "roundelay train runs/spoken/network/task.toml run=runs/spoken/network resume=auto host=auto"
