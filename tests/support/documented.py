@@ -37,7 +37,6 @@ AVERAGING = "roundelay bench averaging road/mine runs/spoken --frames 500 --syst
 CALIBRATE = "roundelay bench calibrate --out here.toml --seconds 0.2 --repeats 1 --json"
 TIMING = "roundelay simulate v100-8x8 strategy=sync learners=16 batch=160 samples=33860000 epochs=16 steps=5 --json"
 PLAN = "roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000 learners=4 --json"
-COMPARE = "roundelay compare runs/frames-adpsgd-1 runs/k16 --json"
 VIRTUAL = "roundelay simulate {cluster} task=examples/frames.toml strategy=adpsgd learners=4 steps=5 task_options.samples=256"
 FEEDING = "roundelay bench feeding --quick --repeats 1 --json"
 HOST = (
@@ -109,8 +108,6 @@ INSTEAD: dict[str, str] = {
     "roundelay report runs/adpsgd runs/sync --out compared.html": (
         "roundelay report runs/frames-adpsgd-1 runs/k16 --out compared.html"
     ),
-    "roundelay compare runs/sync-0 runs/sync-1 runs/adpsgd-0 runs/adpsgd-1": COMPARE,
-    "roundelay compare runs/* --json": COMPARE,
     "roundelay completion bash > ~/.local/share/bash-completion/completions/roundelay": "roundelay completion bash > bash.txt",
     "source <(roundelay completion zsh)": "roundelay completion zsh > zsh.txt",
     "roundelay completion fish > ~/.config/fish/completions/roundelay.fish": "roundelay completion fish > fish.txt",
@@ -147,6 +144,7 @@ NETWORK = "tests/bench/test_network.py::test_ddp_and_gossip_between_two_machines
 HIERARCHY = "tests/bench/test_network.py::test_a_machine_of_two_learners_sends_one_model_per_meeting"
 EXAMPLE = "tests/test_examples.py::test_join_any_module_on_two_learners_shares_the_batches"
 DEMO = "tests/recipe/test_demo.py::test_after_interrupts_the_same_command_goes_on_to_the_table"
+COMPARE = "tests/recipe/test_compare.py::test_the_command_prints_tables_and_json"
 MPIRUN = "tests/wire/test_mpi.py::test_a_run_under_mpirun_ends_well_on_any_wire"
 MPI_MACHINES = "tests/wire/test_mpi_machines.py::test_the_learners_are_on_two_machines"
 JOBS = "tests/bench/test_job_per_iteration.py::test_jobs_ramp_up_and_see_every_example_once"
@@ -164,6 +162,8 @@ BY_TEST: dict[str, str] = {
     "roundelay demo": DEMO,
     "roundelay demo train.slow=1:2.5": DEMO,
     "roundelay demo --out demo-even train.slow= --json": DEMO,
+    "roundelay compare runs/sync-0 runs/sync-1 runs/adpsgd-0 runs/adpsgd-1": COMPARE,
+    "roundelay compare runs/* --json": COMPARE,
     "roundelay plan --what-if runs/frames-sync-1 rank=7": "tests/sim/test_plan.py::test_what_if_a_rank_were_normal",
     "roundelay check learners=2 run=runs/next": "tests/test_check.py::test_local_learners_measure_what_lies_between_them",
     "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check host=auto": (
