@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,7 @@ def listening() -> Iterator[None]:
 def reported(command: Callable[[], int | None]) -> int:
     """Runs a command to its exit code; a user's mistake and an interrupt become a sentence."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see run(): from here on an interrupt can be answered
         return int(command() or 0)
     except RoundelayError as error:
         print(f"roundelay: {error}", file=sys.stderr, flush=True)
@@ -80,11 +81,8 @@ def told(where: str, again: str) -> Iterator[None]:
 @contextmanager
 def deaf_children() -> Iterator[None]:
     """Processes started inside do not hear Ctrl-C, from their first instruction on; one that comes meanwhile is heard after."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with _blocked({signal.SIGINT}):
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run(command: Sequence[str]) -> int:
@@ -102,10 +100,21 @@ def run(command: Sequence[str]) -> int:
             child.send_signal(number)
 
     with _handled(forward):
-        child = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+        with _blocked(SIGNALS):  # for the child: an interpreter that is still starting answers Ctrl-C with a traceback
+            child = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
         for number in waiting:
             child.send_signal(number)
         return child.wait()
+
+
+@contextmanager
+def _blocked(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Inside, these signals wait; a process started inside keeps them waiting until it unblocks them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ TINY = (
 )
 DONE = f"roundelay run road/mine {TINY} run=runs/mine --jobs 1"
 """The recipe of own-corpus.md, which every sandbox finds done: all its stages are checked and skipped."""
+PACKED = f"roundelay run road/mine {TINY} network.packed=true run=runs/mine --until network --jobs 1"
 THROUGHPUT = "roundelay bench throughput --contestants adpsgd --batches 8 --cases even --rounds 1 --seconds 0.3 --json"
 OVERHEAD = "roundelay bench overhead --sizes 1M --repeats 1 --no-buffers --json"
 LEARNING = "roundelay bench learning --learners 2 --seeds 1 --contestants kstep --epochs 0.1 --json"
@@ -32,6 +33,12 @@ TWO_HOSTS = (
     )
     + "; wait"
 )
+AVERAGING = "roundelay bench averaging road/mine runs/spoken --frames 500 --systems overlap --learners 1 --epochs 0.1 --no-wer --jobs 1 --json"
+CALIBRATE = "roundelay bench calibrate --out here.toml --seconds 0.2 --repeats 1 --json"
+TIMING = "roundelay simulate v100-8x8 strategy=sync learners=16 batch=160 samples=33860000 epochs=16 steps=5 --json"
+PLAN = "roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000 learners=4 --json"
+VIRTUAL = "roundelay simulate {cluster} task=examples/frames.toml strategy=adpsgd learners=4 steps=5 task_options.samples=256"
+FEEDING = "roundelay bench feeding --quick --repeats 1 --json"
 HOST = (
     "torchrun --nnodes 2 --node-rank {n} --nproc-per-node 2 --master-addr first --master-port 29500 -m roundelay train {rest}"
 )
@@ -42,6 +49,9 @@ INSTEAD: dict[str, str] = {
     "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml epochs=2 run=runs/tr": TORCHRUN,
     "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml run=runs/t": TORCHRUN,
     "torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml 'strategy=hierarchical(adpsgd)'": TORCHRUN,
+    "mpirun -n 2 python examples/join_any_module.py": (
+        "mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2 python examples/join_any_module.py"
+    ),
     # benchmarks
     "roundelay bench throughput": THROUGHPUT,
     "roundelay bench throughput --quick": THROUGHPUT,
@@ -61,6 +71,46 @@ INSTEAD: dict[str, str] = {
     "roundelay bench learning --contestants half,never,sync,kstep,bmuf,dpsgd,adpsgd,delay_by_one,hierarchical": LEARNING,
     "roundelay bench road runs/spoken --json": ROAD,
     "roundelay bench speech recipes/spoken runs/spoken --json": SPEECH,
+    "roundelay bench feeding --json": FEEDING,
+    "roundelay bench feeding recipes/spoken runs/spoken": FEEDING,
+    "roundelay bench averaging recipes/spoken runs/spoken --json": AVERAGING,
+    "roundelay bench averaging recipes/spoken runs/spoken --seeds 3": AVERAGING,
+    "roundelay bench averaging recipes/spoken runs/spoken --systems overlap --optimizers sgd,ngsgd --seeds 3": AVERAGING,
+    "roundelay bench shapes": "roundelay bench shapes --quick",
+    "roundelay bench shapes --quick": "roundelay bench shapes --quick",
+    "roundelay bench theory": "roundelay bench theory --quick",
+    "roundelay bench theory --quick": "roundelay bench theory --quick",
+    "roundelay bench stragglers": "roundelay bench stragglers --quick --slowdowns 10",
+    "roundelay bench stragglers --quick": "roundelay bench stragglers --quick --slowdowns 10",
+    "roundelay bench ksteps": "roundelay bench ksteps --quick --seeds 1",
+    "roundelay bench ksteps --quick": "roundelay bench ksteps --quick --seeds 1",
+    # virtual time
+    "roundelay bench calibrate --out here.toml --check": CALIBRATE,
+    "roundelay bench calibrate --out here.toml": CALIBRATE,
+    "roundelay simulate v100-8x8 'strategy=hierarchical(adpsgd)' steps=200": (
+        "roundelay simulate v100-8x8 'strategy=hierarchical(adpsgd)' steps=5"
+    ),
+    "roundelay simulate v100-8x8 strategy=sync samples=33860000 epochs=16": TIMING,
+    "roundelay simulate v100-8x8 strategy=sync learners=16 batch=160 samples=33860000 epochs=16 --json": TIMING,
+    "roundelay simulate p100-16 task=examples/frames.toml strategy=adpsgd": VIRTUAL.format(cluster="p100-16"),
+    "roundelay simulate my-cluster.toml task=examples/frames.toml strategy=adpsgd learners=4": VIRTUAL.format(
+        cluster="p100-16"
+    ),
+    "roundelay simulate my-cluster.toml task=examples/frames.toml strategy=adpsgd": VIRTUAL.format(cluster="my-cluster.toml"),
+    "roundelay plan examples/frames.toml cluster=v100-8x8": "roundelay plan examples/frames.toml cluster=v100-8x8 learners=4",
+    "roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000": PLAN,
+    "roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000 --json": PLAN,
+    "roundelay plan examples/frames.toml model=swb2000 samples=33860000 epochs=16 batch=128 cluster=my-cluster.toml --json": (
+        "roundelay plan examples/frames.toml model=swb2000 samples=33860000 epochs=16 batch=128 cluster=my-cluster.toml learners=2"
+        " --json"
+    ),
+    # looking at runs
+    "roundelay report runs/adpsgd runs/sync --out compared.html": (
+        "roundelay report runs/frames-adpsgd-1 runs/k16 --out compared.html"
+    ),
+    "roundelay completion bash > ~/.local/share/bash-completion/completions/roundelay": "roundelay completion bash > bash.txt",
+    "source <(roundelay completion zsh)": "roundelay completion zsh > zsh.txt",
+    "roundelay completion fish > ~/.config/fish/completions/roundelay.fish": "roundelay completion fish > fish.txt",
     # the speech road
     "roundelay synth my-speech rate=16000 train_speakers=24 train_utterances=600": "roundelay synth my-speech rate=16000"
     " train_speakers=4 train_utterances=80 dev_speakers=2 dev_utterances=10 test_speakers=2 test_utterances=10 lm_sentences=300 --jobs 1",
@@ -76,6 +126,13 @@ INSTEAD: dict[str, str] = {
     "roundelay run recipes/spoken train.strategy=adpsgd train.learners=4 run=runs/spoken-adpsgd": DONE,
     "roundelay run recipes/spoken train.strategy=kstep train.learners=4 run=runs/kstep": DONE,
     "roundelay run recipes/spoken run=/shared/runs/spoken": DONE,
+    "roundelay run recipes/spoken network.packed=true": PACKED,
+    "roundelay run recipes/spoken network.packed=true train.strategy=kstep train.learners=4"
+    " train.strategy_options='{K = 600, best_first = 1, combine = 20, state = \"forget\"}' train.optimizer=ngsgd": (
+        f"roundelay run road/mine {TINY.replace('train.learners=1', 'train.learners=2')} network.packed=true"
+        " train.strategy=kstep train.strategy_options='{K = 2, best_first = 1, combine = 2, state = \"forget\"}'"
+        " train.optimizer=ngsgd run=runs/mine --until network --jobs 1"
+    ),
     HOST.format(n=0, rest="/shared/runs/spoken/network/task.toml run=/shared/runs/spoken/network resume=auto host=auto"): (
         "roundelay train runs/spoken/network/task.toml run=runs/spoken/network resume=auto host=auto"
     ),
@@ -86,7 +143,11 @@ INSTEAD: dict[str, str] = {
 NETWORK = "tests/bench/test_network.py::test_ddp_and_gossip_between_two_machines"
 HIERARCHY = "tests/bench/test_network.py::test_a_machine_of_two_learners_sends_one_model_per_meeting"
 EXAMPLE = "tests/test_examples.py::test_join_any_module_on_two_learners_shares_the_batches"
-DEMO = "tests/test_docs_commands.py::test_the_demo_in_miniature"
+DEMO = "tests/recipe/test_demo.py::test_after_interrupts_the_same_command_goes_on_to_the_table"
+COMPARE = "tests/recipe/test_compare.py::test_the_command_prints_tables_and_json"
+MPIRUN = "tests/wire/test_mpi.py::test_a_run_under_mpirun_ends_well_on_any_wire"
+MPI_MACHINES = "tests/wire/test_mpi_machines.py::test_the_learners_are_on_two_machines"
+JOBS = "tests/bench/test_job_per_iteration.py::test_jobs_ramp_up_and_see_every_example_once"
 
 BY_TEST: dict[str, str] = {
     "roundelay bench network": NETWORK,
@@ -98,12 +159,33 @@ BY_TEST: dict[str, str] = {
     "sudo roundelay bench network --hierarchy --json > benchmarks/results/hierarchy.json": HIERARCHY,
     "torchrun --standalone --nproc-per-node 2 examples/join_any_module.py": EXAMPLE,
     "torchrun --nproc-per-node 4 script.py": EXAMPLE,
-    "roundelay demo --json": DEMO,
+    "roundelay demo": DEMO,
+    "roundelay demo train.slow=1:2.5": DEMO,
+    "roundelay demo --out demo-even train.slow= --json": DEMO,
+    "roundelay compare runs/sync-0 runs/sync-1 runs/adpsgd-0 runs/adpsgd-1": COMPARE,
+    "roundelay compare runs/* --json": COMPARE,
+    "roundelay plan --what-if runs/frames-sync-1 rank=7": "tests/sim/test_plan.py::test_what_if_a_rank_were_normal",
+    "roundelay check learners=2 run=runs/next": "tests/test_check.py::test_local_learners_measure_what_lies_between_them",
+    "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check host=auto": (
+        "tests/test_check.py::test_under_torchrun_rank_0_speaks_for_all"
+    ),
+    "mpirun -n 4 roundelay train examples/frames.toml wire=mpi strategy=kstep": MPIRUN,
+    "roundelay demo --out demo-even train.slow=": DEMO,
+    "roundelay demo --out demo-four train.learners=4 train.batch=8 train.slow=3:4.0": DEMO,
+    "mpirun -n 2": MPIRUN,
+    "mpirun -n 4 roundelay train examples/frames.toml wire=mpi strategy=kstep epochs=2 run=runs/mpi": MPIRUN,
+    "mpirun -n 4 roundelay train examples/frames.toml wire=auto epochs=2": MPIRUN,
+    "mpirun -n 4 --hostfile hosts roundelay train examples/frames.toml wire=mpi host=auto run=/shared/runs/four epochs=2": MPI_MACHINES,
+    "roundelay pack features=feats.scp+ivectors.scp alignments=runs/x/alignments/train archives/x margin=10": (
+        "tests/feed/test_archive.py::test_the_command_packs_verifies_and_tells"
+    ),
+    "python benchmarks/job_per_iteration.py run archives/spoken runs/spoken/lstm out --steps 100 --jobs-initial 1 --jobs-final 4": JOBS,
 }
 
 RECORDINGS = (
     "needs recordings that are not in the repository; where they are, tests/asr/test_recipe.py runs a small recipe on them"
 )
+SLURM = "needs a Slurm cluster; its variables: tests/train/test_variables.py"
 CANNOT: dict[str, str] = {
     "roundelay run recipes/digits": RECORDINGS,
     "roundelay run recipes/digits --until align": RECORDINGS,
@@ -111,6 +193,15 @@ CANNOT: dict[str, str] = {
     "git clone … && cd roundelay": "needs the network and an address",
     "sbatch train.sbatch": "needs a Slurm cluster; the script itself is run by test_the_slurm_script_on_one_machine",
     "squeue --me": "needs a Slurm cluster",
+    "srun --ntasks 4 --kill-on-bad-exit=1 roundelay train examples/frames.toml host=auto run=/shared/runs/a epochs=2": SLURM,
+    "srun --ntasks 4 --mpi=pmix roundelay train examples/frames.toml wire=mpi host=auto run=/shared/runs/b epochs=2": SLURM,
+    "mpirun -n 2 python benchmarks/mpi_one_sided.py": "a measurement of a minute; the verbs: test_one_sided_verbs_lose_nothing",
+    "pip install 'roundelay[mpi]'": "needs the network",
+    "pip install --no-binary mpi4py mpi4py": "needs the network and a cluster's own MPI",
+    "tensorboard --logdir runs": "serves until it is stopped; what it reads: tests/train/test_board.py",
+    "roundelay bench batches": "takes hours, and minutes with --quick",
+    "roundelay bench batches --keep batches.jsonl --jobs 2": "as above",
+    "sudo roundelay bench calibrate --links 1000,200 --check": "shapes links as root for minutes; its cables: test_network.py",
     "tail -f slurm-12345.txt": "follows a file until it is stopped",
     "sudo roundelay bench overhead --link 1000 --sizes 1M,10M": "shapes links as root for minutes; its cables: test_network.py",
     "sudo roundelay bench overhead --link 1000 --sizes 1M,10M --json": "as above",
@@ -121,7 +212,10 @@ CANNOT: dict[str, str] = {
 def shrunk(text: str) -> str:
     """The example task, small: fewer samples, and learners as threads where the command does not ask for more. The speech
     road in this process: starting others takes longer than the work."""
-    if text.split()[:2] in [["roundelay", verb] for verb in ("prepare", "align", "decode", "export")] and "--help" not in text:
+    if (
+        text.split()[:2] in [["roundelay", verb] for verb in ("prepare", "align", "decode", "export", "pack")]
+        and "--help" not in text
+    ):
         return f"{text} --jobs 1"
     if not text.startswith(("roundelay train examples/", "RANK=")):
         return text

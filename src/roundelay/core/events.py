@@ -56,6 +56,18 @@ ALWAYS = {"event": "what kind it is", "time": "seconds since 1970", "rank": "who
 
 # Every field of every event. The reference page of the documentation is made of this; a test holds real runs to it.
 FIELDS: dict[str, dict[str, str]] = {
+    "start": {
+        "strategy": "by rank 0, whenever the run starts or resumes: its name",
+        "learners": "how many",
+        "hosts": "the machine of every learner",
+        "parameters": "of the model",
+        "batches": "samples per step of every learner; this and the next three only with a loop of ours",
+        "first": "global samples at which it begins",
+        "total": "global samples at which it ends",
+        "samples": "of an epoch",
+        "environment": "versions, processor, cores, memory, the command",
+        "mixing": "who averages with whom, the mixing matrix, the spectral gap",
+    },
     "steps": {
         "step": "steps of this learner in all (a resumed run goes on counting)",
         "steps": "steps since its last such event",
@@ -66,6 +78,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "position": "global samples before its last step",
         "seconds": "by kind: data (waiting for the next batch), compute (forward and backward), update (writing a published "
         "w), comm (waiting for others), save, judge",
+        "loader_s": "the part of data in which a claimed batch was not prepared yet",
         "elapsed_s": "wall seconds since",
         "cpu_s": "CPU seconds of the process, all its threads, in all",
         "staleness": 'how many gradients were applied with which staleness, as {"0": 148, "1": 19}',
@@ -100,6 +113,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "comm_s": "",
         "save_s": "",
         "judge_s": "",
+        "loader_s": "as in steps, in all",
         "elapsed_s": "wall seconds",
         "samples_per_s": "of this learner",
         "own_s": "compute, data and update",
