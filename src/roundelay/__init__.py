@@ -7,7 +7,11 @@ with roundelay.join(module, optimizer, strategy="adpsgd") as learner:      # any
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# numba colours its messages through colorama, where that is installed, which then writes an escape code behind all output
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "fit", "join"]

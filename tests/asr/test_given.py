@@ -194,10 +194,7 @@ def test_only_what_a_network_is_trained_on_trains_it_again() -> None:
 
 
 def test_a_network_trained_on_other_alignments_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Done:
-        returncode = 0
-
-    monkeypatch.setattr(stages.subprocess, "run", lambda *_, **__: Done())
+    monkeypatch.setattr(stages.interrupts, "run", lambda command: 0)
     work = Work(settings.load(RECIPES / "digits"), tmp_path, 1, lambda _: None, "none")
     (tmp_path / "stages").mkdir()
     mark, checkpoint = tmp_path / "stages" / "align.json", tmp_path / "network" / "ckpt"

@@ -43,8 +43,8 @@ def test_agreement_played_is_agreement_in_closed_form() -> None:
 
 
 def test_a_straggler_slows_those_who_wait_and_hardly_those_who_do_not() -> None:
-    rows = {r["contestant"]: r["times"] for r in shapes.straggler(4, (1, 10))}
-    for waits in ("sync", "delay_by_one"):  # on a ring, and with K local steps, it takes more than these few until all feel it
+    rows = {r["contestant"]: r["times"] for r in shapes.straggler(40, (1, 10))}  # on a ring it takes 16 until all feel it
+    for waits in ("sync", "dpsgd", "delay_by_one", "kstep, K = 8"):
         assert rows[waits]["10"] > 4
     for name in ("adpsgd, ring", "adpsgd, random_ring"):
         assert rows[name]["10"] < 1.3
