@@ -190,6 +190,7 @@ CANNOT: dict[str, str] = {
     "roundelay run recipes/digits": RECORDINGS,
     "roundelay run recipes/digits --until align": RECORDINGS,
     "roundelay run recipes/commands": RECORDINGS,
+    'roundelay run recipes/speechocean762 \'systems=["mono","tri"]\'': RECORDINGS,
     "git clone … && cd roundelay": "needs the network and an address",
     "sbatch train.sbatch": "needs a Slurm cluster; the script itself is run by test_the_slurm_script_on_one_machine",
     "squeue --me": "needs a Slurm cluster",
