@@ -193,7 +193,7 @@ ROAD: Sequence[Stage] = (
 
 
 def introduce(work: Work) -> None:
-    minutes = "" if (work.run / "stages").is_dir() else " It takes about five minutes on two idle cores."
+    minutes = "" if (work.run / "stages").is_dir() else " It takes about four minutes on two idle cores."
     say(
         "From nothing to a speech recognizer, trained twice: by learners that do not wait for each other, and by learners that "
         f"do.{minutes} Everything goes into {work.run}/; Ctrl-C at any time, the same command goes on.\n"
