@@ -23,11 +23,10 @@ from roundelay.core.events import read_events
 from roundelay.errors import UsageError
 from roundelay.progress import say
 from roundelay.recipe import settings, stages
-from roundelay.recipe.heard import words_of
+from roundelay.recipe.heard import report
 from roundelay.recipe.runner import STAGES, Stage, run_stages
 from roundelay.recipe.settings import Recipe
 from roundelay.recipe.stages import Work
-from roundelay.report.page import write_report
 
 RECIPE = Path(__file__).with_name("demo.toml")
 STRATEGIES = ("adpsgd", "sync")
@@ -143,9 +142,7 @@ def trained(network: Path) -> dict[str, Any]:
 
 
 def write_page(work: Work) -> None:
-    runs = [work.run / name for name in STRATEGIES]
-    words = {run: heard for run in runs if (heard := words_of(run)) is not None}
-    write_report(runs, work.run / "report.html", words)
+    report([work.run / name for name in reversed(STRATEGIES)], work.run / "report.html")
 
 
 OF_A_RECIPE = {stage.name: stage for stage in STAGES}
