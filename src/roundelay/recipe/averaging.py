@@ -81,9 +81,10 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--quick", action="store_true", help="three numbers of frames, a fifth of an epoch, no decoding")
     p.add_argument("--jobs", type=int, default=2, help="processes for packing and decoding")
     p.add_argument("--page", default="", metavar="FILE", help="curves; default RUN/averaging/averaging.html")
-    p.add_argument("--baseline", default=str(BASELINE), metavar="FILE", help="the script job_per_iteration.py")
+    p.add_argument("--baseline", metavar="FILE", help="the script job_per_iteration.py; default: the one of the checkout")
     p.add_argument("--json", action="store_true", help="print JSON")
     args = p.parse_args(argv)
+    args.baseline = args.baseline or str(BASELINE)
     if args.quick:
         args.frames, args.epochs, args.no_wer = "3000,9000,27000", 0.2, True
     bench = Bench(args)
