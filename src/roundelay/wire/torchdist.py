@@ -21,7 +21,7 @@ from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOption
 from roundelay.core import kernels
 from roundelay.core.history import History, Kind
 from roundelay.core.net import Huddle, Matching, Published
-from roundelay.errors import PeerLost
+from roundelay.errors import PeerLost, RoundelayError
 from roundelay.wire.agent import Agent, bytes_of
 from roundelay.wire.board import Board, MemoryBoard, OnBoard
 from roundelay.wire.group import Meetings, Roll
@@ -53,6 +53,11 @@ class _Work:
         for work in self._works:
             self._net.patiently(work.wait)
         return self._finish()
+
+
+BROKEN: list[Any] = []
+"""Groups that have lost a member. They end with the process: one that is taken down while its own threads find out about the
+death may take the whole process along."""
 
 
 class ProcessNet:
@@ -314,3 +319,11 @@ class ProcessNet:
             agent.close()
         if board is not None:
             board.close()
+        if self._group is not None and self._lost_somebody():
+            BROKEN.append(self._group)
+
+    def _lost_somebody(self) -> bool:
+        try:
+            return len(self.living()) < self.size
+        except RoundelayError:  # the store is gone, and with it whoever served it
+            return True
