@@ -160,7 +160,6 @@ BY_TEST: dict[str, str] = {
     "torchrun --standalone --nproc-per-node 2 examples/join_any_module.py": EXAMPLE,
     "torchrun --nproc-per-node 4 script.py": EXAMPLE,
     "roundelay demo": DEMO,
-    "roundelay demo train.slow=1:2.5": DEMO,
     "roundelay demo --out demo-even train.slow= --json": DEMO,
     "roundelay compare runs/sync-0 runs/sync-1 runs/adpsgd-0 runs/adpsgd-1": COMPARE,
     "roundelay compare runs/* --json": COMPARE,
