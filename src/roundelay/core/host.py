@@ -6,7 +6,7 @@ virtual time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -26,7 +26,7 @@ class Ahead(Protocol[C_co]):
     def last_s(self) -> float:
         """How long the last piece was waited for though it was claimed."""
 
-    def __iter__(self) -> Iterator[tuple[C_co, Any]]: ...
+    def __iter__(self) -> Generator[tuple[C_co, Any], None, None]: ...
 
 
 class Host(Protocol):

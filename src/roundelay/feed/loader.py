@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from roundelay.errors import DataError, RoundelayError
@@ -27,6 +27,7 @@ NOTICED = 0.01
 CALM = 256
 """Pieces without a wait after which the depth falls by one."""
 TRIES, PAUSE_S = 3, 0.2
+PATIENCE_S = 2.0
 LOOK_S = 1.0
 """How often a waiting learner looks whether its loaders live."""
 
@@ -125,7 +126,7 @@ class Loader(Generic[Claim]):
 
     # -- the learner's side ----------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[tuple[Claim, Any]]:
+    def __iter__(self) -> Generator[tuple[Claim, Any], None, None]:
         if self._workers == 0:
             yield from self._one_by_one()
             return
@@ -192,10 +193,13 @@ class Loader(Generic[Claim]):
             )
 
     def close(self) -> None:
-        """Nothing more is wanted."""
+        """Nothing more is wanted. Waits for the threads: one at work while the interpreter ends would abort the process."""
         with self._change:
             self._stopped = True
             self._change.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(PATIENCE_S)
         end = getattr(self._prepare, "close", None)
         if end is not None:
             end()

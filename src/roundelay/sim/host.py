@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -209,7 +209,7 @@ class _Feed:
             self._world.wake(self._getter, self._world.now)
             self._getter = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         self.task = self._world.spawn(f"the loader of rank {self._rank}", self._run)
         while True:
             asked = self._world.now

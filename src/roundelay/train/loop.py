@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,30 +197,30 @@ class Run:
         next_save = (learner.position // every + 1) * every
         carrier = Carrier(self.place.device)
         loader = self.place.host.ahead(self._halting(claims), self._preparing(carrier), lambda c: c.share.own, plan.loaders)
-        feed = iter(loader)
-        while True:
-            with learner.worker.spent("data"):
-                item = next(feed, None)
-                learner.worker.meter.seconds["loader"] += loader.last_s
-            if item is None:
-                return
-            claim, batch = item[0], carrier.take(item[1])
-            if claim.share.position >= next_save:
-                # race: others' work has crossed the line
-                next_save = self._save_at(next_save, every, claim.share.position)
-            if learner.history is not None:
-                share = claim.share
-                learner.history.step(
-                    claim.epoch, claim.start, claim.stop, share.own, share.samples, share.round_samples, share.position
-                )
-            learner.advance(claim.share, self._compute(batch), claim.span)
-            if learner.strategy.traits.claims == "turn" and next_save <= claim.span[1] < total:
-                next_save = self._save_at(next_save, every, claim.span[1])
-            self._look_after_saves()
-            if plan.on_step is not None:
-                plan.on_step(learner)
-            self.panel.held_out = self.judge.newest
-            self.panel.step(learner.position, total)
+        with closing(iter(loader)) as feed:
+            while True:
+                with learner.worker.spent("data"):
+                    item = next(feed, None)
+                    learner.worker.meter.seconds["loader"] += loader.last_s
+                if item is None:
+                    return
+                claim, batch = item[0], carrier.take(item[1])
+                if claim.share.position >= next_save:
+                    # race: others' work has crossed the line
+                    next_save = self._save_at(next_save, every, claim.share.position)
+                if learner.history is not None:
+                    share = claim.share
+                    learner.history.step(
+                        claim.epoch, claim.start, claim.stop, share.own, share.samples, share.round_samples, share.position
+                    )
+                learner.advance(claim.share, self._compute(batch), claim.span)
+                if learner.strategy.traits.claims == "turn" and next_save <= claim.span[1] < total:
+                    next_save = self._save_at(next_save, every, claim.span[1])
+                self._look_after_saves()
+                if plan.on_step is not None:
+                    plan.on_step(learner)
+                self.panel.held_out = self.judge.newest
+                self.panel.step(learner.position, total)
 
     def _preparing(self, carrier: Carrier) -> Callable[[Claim], Any]:
         """What loaders do with a claim: the task's batch of it, on its way to the device; nothing for an empty one."""
