@@ -29,12 +29,12 @@ from roundelay.bench.tasks import Blstm
 from roundelay.errors import UsageError
 from roundelay.sim.cluster import Cluster, Slow, from_tree
 from roundelay.sim.simulate import simulate_timing
+from roundelay.train.host import cpu_seconds
 from roundelay.train.learner import Learner
 from roundelay.train.loop import Plan, train
 from roundelay.train.options import Options
 from roundelay.train.place import Place
 from roundelay.train.pool import Pool
-from roundelay.train.recorder import cpu_seconds
 
 STRATEGIES = ("sync", "kstep", "delay_by_one", "adpsgd")
 TASK = "roundelay.bench.tasks:Blstm"

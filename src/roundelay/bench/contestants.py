@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from roundelay.core.task import Task
 from roundelay.core.worker import Share
+from roundelay.train.host import cpu_seconds
 from roundelay.train.learner import Learner
 from roundelay.train.options import Options
 from roundelay.train.place import Place, alone, open_place
-from roundelay.train.recorder import cpu_seconds
 from roundelay.train.slow import slowdown
 
 WARM_STEPS = 6

@@ -30,11 +30,11 @@ from roundelay.bench.namespaces import end_with_parent
 from roundelay.core import kernels
 from roundelay.core.task import Task
 from roundelay.errors import DataError, PeerLost
+from roundelay.train.host import cpu_seconds
 from roundelay.train.learner import Learner
 from roundelay.train.loop import Plan, train
 from roundelay.train.options import Options
 from roundelay.train.place import Place, alone, open_place
-from roundelay.train.recorder import cpu_seconds
 from roundelay.wire.store import JobStore, join, serve
 
 SLOTS = 32

@@ -35,6 +35,9 @@ class Host(Protocol):
     def clock(self) -> float:
         """Seconds, from any beginning."""
 
+    def cpu_s(self) -> float:
+        """CPU seconds this learner has used."""
+
     def stamp(self) -> str:
         """The time as the lines of a log begin with it."""
 

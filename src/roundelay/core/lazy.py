@@ -69,6 +69,9 @@ class Gradient(Lazy):
         return self._tensor
 
 
+USED_UP = torch.empty(0)
+
+
 class Displacement(Lazy):
     """gain * D(g): what the local optimizer would subtract, `gain` times over. D runs once, however often it is used."""
 
@@ -90,13 +93,13 @@ class Displacement(Lazy):
 
     def use_up(self) -> None:
         """The displacement goes straight into w and never becomes a tensor: a second use would run D again."""
-        self._shared["d"] = torch.empty(0)
+        self._shared["d"] = USED_UP
 
     def tensor(self) -> Tensor:
         if not self._shared:
             self._shared["d"] = self.work_out()
         d = self._shared["d"]
-        if not d.numel():
+        if d is USED_UP:
             raise RuntimeError("a displacement was used again after it had moved w: call .tensor() on it before")
         return d if self.gain == 1.0 else d * self.gain
 

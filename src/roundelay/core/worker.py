@@ -122,6 +122,7 @@ class Worker:
     ) -> None:
         self.net, self.flat, self.optimizer, self.topologies, self.clock = net, flat, optimizer, topologies, clock
         self.exact = exact
+        self._on_cpu = flat.device.type == "cpu"
         self.node = node if node is not None and node.size > 1 else None
         self._huddle = self.node.huddle(flat.phi) if self.node is not None else None
         if self._huddle is not None and self._huddle.slot is not None and self.leads:
@@ -235,12 +236,13 @@ class Worker:
         In a hierarchy: the sample-weighted mean over the machine's members, all at the first one's w."""
         self.samples_since_mean += self.share.samples
         share = self.share.samples * self.size / max(self.share.round_samples, 1) if self._weighs_steps else 1.0
-        with self.spent("compute"):
-            self.read()
         if self._huddle is None:
             with self.spent("compute"):
+                self.read()
                 self._run()
             return Gradient(self._gather, self.share.samples, share, in_parameters=True)
+        with self.spent("compute"):
+            self.read()
         g = self._machine_gradient(self._huddle)
         return Gradient(lambda: g, self.share.samples, share)
 
@@ -333,7 +335,7 @@ class Worker:
             number, version = published.count(writes=1)
             self._note(Kind.MOVE, number)
             stale = version - 1 - self._read_version
-            if isinstance(d, Displacement) and self.flat.device.type == "cpu":
+            if isinstance(d, Displacement) and self._on_cpu:
                 d.move(published.vector, self.flat.phi, stale == 0)
                 self._phi_version = version
             elif isinstance(d, Displacement):  # GPU: untested here; w lives in host memory, phi is read anew

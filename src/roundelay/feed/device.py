@@ -24,10 +24,11 @@ class Carrier:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._stays = device.type == "cpu"
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, batch: Any) -> Any:
-        if self.device.type == "cpu" or batch is None:
+        if self._stays or batch is None:
             return batch
         if self._stream is None:
             return mapped(batch, torch.Tensor, lambda t: t.to(self.device))

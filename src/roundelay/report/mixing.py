@@ -158,8 +158,7 @@ def in_words(about: Mapping[str, Any]) -> str:
     if about.get("period"):
         facts.append(("rounds in a sweep", number(about["period"])))
     if about.get("gap") is not None:
-        facts += [
-            ("spectral gap per round", number(about["gap"])),
-            ("rounds until 1 % is left", number(about["rounds_to_1_percent"])),
-        ]
+        facts.append(("spectral gap per round", number(about["gap"])))
+    if about.get("rounds_to_1_percent") is not None:
+        facts.append(("rounds until 1 % is left", number(about["rounds_to_1_percent"])))
     return f"<p>{text}</p>{table([], [[k, v] for k, v in facts])}"

@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from roundelay.core.events import EventLog
+from roundelay.core.host import Ahead
 from roundelay.sim.cluster import Cluster
 from roundelay.sim.job import Job
 
@@ -105,6 +106,9 @@ class VirtualHost:
         self.computed_s = 0.0
         self.clock = job.now
 
+    def cpu_s(self) -> float:
+        return self.computed_s
+
     def stamp(self) -> str:
         return f"{self._world.now:12.3f} s"
 
@@ -155,7 +159,10 @@ class VirtualHost:
         job.sleep_until(self._rank, "compute", end)
         return loss
 
-    def ahead(self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int) -> _Feed:
+    def ahead(self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int) -> Ahead[C]:
+        if self._job.model_bytes and not self._loading_s:
+            return _AtOnce(claims, prepare)
+
         def made() -> Iterator[tuple[C, Any]]:
             for claim in claims:
                 batch = prepare(claim)
@@ -179,6 +186,19 @@ class VirtualHost:
 
     def speaks(self, rank: int) -> bool:
         return rank == 0
+
+
+class _AtOnce(Generic[C]):
+    """Timing alone, from a loader without a limit: what takes no time needs no task of its own."""
+
+    last_s = 0.0
+
+    def __init__(self, claims: Iterable[C], prepare: Callable[[C], Any]) -> None:
+        self._claims, self._prepare = claims, prepare
+
+    def __iter__(self) -> Generator[tuple[C, Any], None, None]:
+        for claim in self._claims:
+            yield claim, self._prepare(claim)
 
 
 class _Feed:

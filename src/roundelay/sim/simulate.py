@@ -22,6 +22,7 @@ from roundelay.train.options import Options
 from roundelay.train.place import Place
 
 STATE_VECTORS = {"sgd": 1, "adam": 2, "adamw": 2}
+NEVER_S = 1e9
 RECORDS = 50
 """Records per learner, where nobody says how often."""
 MOST_RECORDS = 4_000
@@ -118,8 +119,8 @@ def simulate_timing(
         topology=topology,
         seed=seed,
         gradients_per_meeting=gradients_per_meeting,
-        log_every_s=log_every_s or _seldom(cluster, batch, steps),
-        timeout_s=1e9,
+        log_every_s=(log_every_s or _seldom(cluster, batch, steps)) if run is not None else NEVER_S,
+        timeout_s=NEVER_S,
         device="cpu",
     )
     traits = build_strategy(options).traits
@@ -136,7 +137,7 @@ def simulate_timing(
 
 def simulate_task(cluster: Cluster, task: Task, options: Options, plan: Plan, *, seed: int = 0, spans: bool = False) -> Outcome:
     """Real learning in virtual time: the ordinary loop, with its checkpoints and evaluations, on the cluster's clock."""
-    return _run(cluster, task, replace(options, timeout_s=1e9, device="cpu"), plan, 0.0, None, spans, seed)
+    return _run(cluster, task, replace(options, timeout_s=NEVER_S, device="cpu"), plan, 0.0, None, spans, seed)
 
 
 def _seldom(cluster: Cluster, batch: int, steps: int) -> float:

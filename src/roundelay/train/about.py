@@ -47,6 +47,9 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
+MANY = 256
+
+
 def mixing(strategy: Strategy, place: Place, nodes: list[int]) -> dict[str, Any]:
     """Who averages with whom, and how fast that brings them to agreement. `nodes`: the ranks that talk, first to last.
 
@@ -54,6 +57,7 @@ def mixing(strategy: Strategy, place: Place, nodes: list[int]) -> dict[str, Any]
     weights   [i, j, T_ij] for i < j, places in `nodes`: the mean over the rounds of one sweep. Random pairs have one weight
               for all: `every_pair`
     gap       the spectral gap per round of the schedule that runs
+    rounds_to_1_percent   not worked out for more than MANY nodes: it would take longer than many a run needs to start
     """
     inner: Any = strategy
     while hasattr(inner, "outer"):
@@ -67,7 +71,8 @@ def mixing(strategy: Strategy, place: Place, nodes: list[int]) -> dict[str, Any]
             return about | {"kind": "server", "weights": []}
         return about | {"kind": "mean", "every_pair": 1 / size, "gap": 1.0, "rounds_to_1_percent": 1}
     entry = topology.topology(name)
-    about |= {"rounds_to_1_percent": topology.rounds_to_agreement(name, size)}
+    if size <= MANY:
+        about["rounds_to_1_percent"] = topology.rounds_to_agreement(name, size)
     if not inner.traits.published:
         matrix = topology.neighbour_matrix(name, size)
         return about | {"kind": "neighbours", "gap": topology.spectrum(matrix).gap, "weights": sparse(matrix)}

@@ -110,7 +110,9 @@ class Race:
         self.leader = dealt.machine[0]
         self._leased: list[Span] = []
         self._rest: list[Span] = []
+        self._lease = f"lease/{dealt.rank}"
         self._ran_out = False
+        self._looked_at = 0
         self.dead: set[int] = set()
         if dealt.rank == 0:
             store.add("claimed", dealt.first)
@@ -210,7 +212,7 @@ class Race:
                     self._note_lease()
                     self.store.set(f"idle/{self.dealt.rank}", "1")
                     idle = True
-                busy = self._first_busy() if idle else self.dealt.rank
+                busy = self._somebody_busy() if idle else self.dealt.rank
                 if busy is None and self._nothing_returned():
                     break
                 self.store.pause(POLL_S, f"idle/{busy}", f"worked-off/{self.dealt.rank}", *NEWS)
@@ -231,13 +233,19 @@ class Race:
     def _note_lease(self) -> None:
         # A learner that dies between the counter and this line takes its places with it; the window is one message long.
         with self._changing:
-            note = ",".join(f"[{start},{stop}]" for start, stop in self._leased + self._rest)
-        self.store.set(f"lease/{self.dealt.rank}", f"[{note}]")
+            note = str([*self._leased, *self._rest])
+        self.store.set(self._lease, note.replace("(", "[").replace(")", "]"))
 
-    def _first_busy(self) -> int | None:
-        """The first living worker that has not run out of work; None where all have."""
-        others = (r for r in self.dealt.leaders if r != self.dealt.rank and r not in self.dead)
-        return next((r for r in others if self.store.get(f"idle/{r}") != "1"), None)
+    def _somebody_busy(self) -> int | None:
+        """A living worker that has not run out of work; None where all have. Looks first where it found one the last time: with
+        many learners, most of those before are still idle."""
+        leaders, own = self.dealt.leaders, self.dealt.rank
+        for _ in leaders:
+            rank = leaders[self._looked_at]
+            if rank != own and rank not in self.dead and self.store.get(f"idle/{rank}") != "1":
+                return rank
+            self._looked_at = (self._looked_at + 1) % len(leaders)
+        return None
 
     def _nothing_returned(self) -> bool:
         return int(self.store.get("returned-taken") or 0) >= int(self.store.get("returned") or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,10 +19,19 @@ from roundelay.feed.loader import Loader
 C = TypeVar("C")
 
 
+def cpu_seconds() -> float:
+    """CPU seconds of this process, all its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 class RealHost:
     """The machine this process runs on."""
 
     clock = staticmethod(time.perf_counter)
+
+    def cpu_s(self) -> float:
+        return cpu_seconds()
 
     def stamp(self) -> str:
         return time.strftime("%H:%M:%S")

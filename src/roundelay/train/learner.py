@@ -86,7 +86,7 @@ class Learner:
             node=node,
         )
         self.events = events or place.host.events(None, place.rank)
-        self.recorder = Recorder(self.worker, self.job, self.events, options.log_every_s, place.host.clock)
+        self.recorder = Recorder(self.worker, self.job, self.events, options.log_every_s, place.host)
         self.watchdog = Watchdog(self.worker, self.job, place, self.events, options.timeout_s, lambda: self.recorder.last)
         self.claims: Turn | Race | None = None
         self.completed: list[tuple[int, int]] = []

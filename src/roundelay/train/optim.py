@@ -50,11 +50,12 @@ class Optimizer:
                 where=", ".join(missing[:3]),
                 do="make the optimizer from module.parameters(), or set requires_grad=False on what must not train",
             )
-        check_state(optimizer)
         self.groups = [owner[slot.parameter] for slot in flat.slots]
         self.fused = type(optimizer) is torch.optim.SGD and all(
             not g["maximize"] and not g["dampening"] and not g["differentiable"] for g in optimizer.param_groups
         )
+        if not self.fused:
+            check_state(optimizer)
         self.momentum: Tensor | None = None
         if self.fused and any(g["momentum"] for g in optimizer.param_groups):
             self.momentum = torch.zeros_like(flat.phi)
@@ -278,7 +279,7 @@ class _FusedSGD(Displacement):
                     copy.copy_(part)
             else:
                 kernels.sgd_move(part, copy, g, owner.momentum[at.start : at.stop], scale, at.group["momentum"], step)
-        if covered < w.numel() and phi is not w:
+        if covered < w.numel() and phi is not w and (covered or not untouched):
             phi.copy_(w)  # parameters without a gradient may have been changed by a neighbour
 
 

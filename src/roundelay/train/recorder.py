@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from roundelay.core.events import EventLog
+from roundelay.core.host import Host
 from roundelay.core.net import Net
 from roundelay.core.worker import Worker
 
@@ -15,8 +15,9 @@ from roundelay.core.worker import Worker
 class Recorder:
     """Counts what a learner does and writes it down now and then."""
 
-    def __init__(self, worker: Worker, job: Net, events: EventLog, every_s: float, clock: Callable[[], float]) -> None:
-        self.worker, self.job, self.events, self.every_s, self.clock = worker, job, events, every_s, clock
+    def __init__(self, worker: Worker, job: Net, events: EventLog, every_s: float, host: Host) -> None:
+        self.worker, self.job, self.events, self.every_s, self.host = worker, job, events, every_s, host
+        self.clock = host.clock
         self.samples = 0
         self.total: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
@@ -60,7 +61,7 @@ class Recorder:
             "seconds": {kind: round(s, 5) for kind, s in meter.seconds.items() if kind != "loader"},  # a part of data
             "loader_s": round(meter.seconds.get("loader", 0.0), 5),
             "elapsed_s": round(elapsed, 5),
-            "cpu_s": round(cpu_seconds(), 4),
+            "cpu_s": round(self.host.cpu_s(), 4),
             "staleness": {str(k): v for k, v in sorted(meter.staleness.items())},
             "meetings": int(meetings),
             "bytes": sent - self._bytes,
@@ -93,9 +94,3 @@ class Recorder:
             "staleness_mean": round(sum(k * v for k, v in self.staleness.items()) / updates, 4),
             "staleness": {str(k): v for k, v in sorted(self.staleness.items())},
         }
-
-
-def cpu_seconds() -> float:
-    """CPU seconds of this process, all its threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
