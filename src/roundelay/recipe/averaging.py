@@ -65,10 +65,12 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n  roundelay bench averaging recipes/spoken runs/spoken --json\n"
+        "  roundelay bench averaging recipes/spoken runs/spoken network.hidden=96 --repeats 3 --no-wer\n"
         "  roundelay bench averaging recipes/spoken runs/spoken --systems overlap --optimizers sgd,ngsgd --seeds 3",
     )
     p.add_argument("recipe", metavar="RECIPE")
     p.add_argument("run", metavar="RUN", help="its finished run directory")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="section.key=value of the recipe: another network, say")
     p.add_argument("--frames", default=",".join(map(str, FRAMES)), help="frames of a learner between averages")
     p.add_argument("--systems", default=",".join(SYSTEMS))
     p.add_argument("--optimizers", default="sgd", help="sgd, ngsgd; all but the first run in the last system only")
@@ -105,7 +107,7 @@ class Bench:
             raise UsageError(
                 "the baseline's script is not there", where=args.baseline, do="run in a checkout, or give --baseline"
             )
-        recipe = settings.load(args.recipe)
+        recipe = settings.load(args.recipe, args.overrides)
         recipe = replace(recipe, network=replace(recipe.network, packed=True))
         self.work = Work(recipe, Path(args.run), args.jobs, say, progress="plain")
         self.folder = Path(args.run) / "averaging"
@@ -147,7 +149,9 @@ class Bench:
         return report
 
     def one(self, case: Case) -> dict[str, Any]:
-        told = [self.args.learners, self.args.epochs, self.lr, self.batch, self.schedule, not self.args.no_wer]
+        told = [
+            self.args.learners, self.args.epochs, self.lr, self.batch, self.schedule, not self.args.no_wer, self.args.overrides
+        ]  # fmt: skip
         mark = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]
         folder = self.folder / f"{case.name}-{mark}"
         done = folder / "row.json"
