@@ -70,6 +70,16 @@ def test_timing_alone_gives_figures_and_a_run_directory(here: Path, capsys: pyte
     assert tomllib.loads((here / "r" / "config.toml").read_text())["strategy"] == "adpsgd"
 
 
+def test_a_thousand_learners_begin_without_delay_and_do_all_the_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "large.toml").write_text(CLUSTER.replace("count = 2", "count = 512"))
+    args = ("strategy=adpsgd", "batch=16", "steps=3", "parameters=1000000", "run=r")
+    found = simulated(capsys, "large.toml", *args)
+    assert (found["learners"], found["samples"], found["steps"]) == (1024, 1024 * 3 * 16, 1024 * 3)
+    mixing = next(e for e in read_events(here / "r" / "events.jsonl") if e["event"] == "start")["mixing"]
+    assert len(mixing["weights"]) == 1024
+    assert "gap" not in mixing  # worked out for up to 256 learners only: it took longer than the rest
+
+
 def test_for_people_it_draws_where_the_time_goes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "simulate", "small.toml", "strategy=sync", "steps=10", "parameters=4000000", "run=r")
     assert code == 0

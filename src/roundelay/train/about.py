@@ -56,8 +56,8 @@ def mixing(strategy: Strategy, place: Place, nodes: list[int]) -> dict[str, Any]
     kind      meetings (pairs, round after round), neighbours (all at once), mean (everybody), server (learner 0), none
     weights   [i, j, T_ij] for i < j, places in `nodes`: the mean over the rounds of one sweep. Random pairs have one weight
               for all: `every_pair`
-    gap       the spectral gap per round of the schedule that runs
-    rounds_to_1_percent   not worked out for more than MANY nodes: it would take longer than many a run needs to start
+    gap       the spectral gap per round of the schedule that runs; rounds_to_1_percent: until the spread is down to that
+              (neither is worked out for more than MANY nodes: everybody waits for it when the run starts)
     """
     inner: Any = strategy
     while hasattr(inner, "outer"):
@@ -71,12 +71,16 @@ def mixing(strategy: Strategy, place: Place, nodes: list[int]) -> dict[str, Any]
             return about | {"kind": "server", "weights": []}
         return about | {"kind": "mean", "every_pair": 1 / size, "gap": 1.0, "rounds_to_1_percent": 1}
     entry = topology.topology(name)
-    if size <= MANY:
+    few = size <= MANY
+    if few:
         about["rounds_to_1_percent"] = topology.rounds_to_agreement(name, size)
     if not inner.traits.published:
         matrix = topology.neighbour_matrix(name, size)
-        return about | {"kind": "neighbours", "gap": topology.spectrum(matrix).gap, "weights": sparse(matrix)}
-    about |= {"kind": "meetings", "gap": topology.gap(name, size), "period": entry.sweep(size)}
+        about |= {"kind": "neighbours", "weights": sparse(matrix)}
+        return about | {"gap": topology.spectrum(matrix).gap} if few else about
+    about |= {"kind": "meetings", "period": entry.sweep(size)}
+    if few:
+        about["gap"] = topology.gap(name, size)
     sweep = [topology.mixing_matrix(entry.matching(r, size)) for r in range(entry.sweep(size))]
     matrix = sum(sweep[1:], start=sweep[0]) / len(sweep)
     if entry.random:  # any two learners meet equally often
