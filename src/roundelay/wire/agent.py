@@ -8,7 +8,6 @@ learner sets the pace of meetings, the agent of a slow one keeps it, and no grad
 
 from __future__ import annotations
 
-import selectors
 import socket
 import threading
 import time
@@ -23,8 +22,9 @@ from roundelay.core.history import History
 from roundelay.core.history import Kind as Noted
 from roundelay.core.net import Matching
 from roundelay.errors import PeerLost, RoundelayError
-from roundelay.wire.board import DONE, ENTERED, HISTORY, VERSION, Board, OnBoard, drain
-from roundelay.wire.link import AnyLink, Arrival, Kind, Link, LinkClosed, Sender, admit
+from roundelay.wire.board import DONE, ENTERED, HISTORY, VERSION, Board, OnBoard
+from roundelay.wire.link import AnyLink, Arrival, Kind, LinkClosed
+from roundelay.wire.traffic import Traffic
 
 PATIENCE_S = 0.2
 """How long an agent sleeps before it looks whether those it waits for are still alive."""
@@ -56,10 +56,9 @@ class Agent:
         self.round = 0
         self.entered = -1
         self.error: BaseException | None = None
-        self._token, self._listener, self._lost = token, listener, lost
-        self._sender: Sender | None = None if listener is None else Sender(lambda: board.wake(self.rank))
-        self._links: dict[int, AnyLink] = {}
-        self._callers: list[AnyLink] = []
+        self._lost = lost
+        self.traffic = Traffic(board, token, listener, self._arrived, self._bury)
+        self._partners = self.traffic.partners
         self._service: Tensor | None = None
         self._snapshot: Tensor | None = None
         self._received: Tensor | None = None
@@ -76,12 +75,7 @@ class Agent:
         self._figures = {"meetings": 0.0, "meeting_s": 0.0, "distance": 0.0, "skipped": 0.0}
         self._met = 0
         self._visitors: deque[threading.Event] = deque()
-        self._invited: deque[tuple[int, socket.socket | AnyLink]] = deque()
         self._taken = dict(self._figures)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(board.wakeups(), selectors.EVENT_READ, None)
-        if listener is not None:
-            self._selector.register(listener, selectors.EVENT_READ, "listener")
         self._thread = threading.Thread(target=self._run, name=f"agent-{self.rank}", daemon=True)
 
     # -- called by the learner -------------------------------------------------------------------------------------
@@ -93,37 +87,18 @@ class Agent:
     def running(self) -> bool:
         return self._thread.is_alive()
 
-    def invite(self, peer: int, way: socket.socket | AnyLink) -> None:
-        """Hands over the way to a partner on another machine (negative: to somebody who calls for one-sided verbs)."""
-        self._invited.append((peer, way))
-        self.board.wake(self.rank)
-
     def await_partners(self, count: int, timeout_s: float) -> None:
         """Returns when connections to that many partners on other machines are up: every edge is touched at the start."""
         deadline = time.monotonic() + timeout_s
-        while len(self._links) + len(self.dead) < count:
+        while len(self._partners) + len(self.dead) < count:
             self._check()
             if time.monotonic() > deadline:
                 raise PeerLost(
-                    f"only {len(self._links)} of {count} partners on other machines have connected in {timeout_s:.0f} s",
+                    f"only {len(self._partners)} of {count} partners on other machines have connected in {timeout_s:.0f} s",
                     where=f"rank {self.rank}",
                     do="check that the machines reach each other on the address given as host=…, and that ports are open",
                 )
             time.sleep(0.002)
-
-    def _adopt(self, peer: int, way: socket.socket | AnyLink) -> None:
-        link: AnyLink
-        if isinstance(way, socket.socket):
-            assert self._sender is not None
-            link = Link(way, self._sender)
-        else:
-            link = way
-        if peer >= 0:
-            link.peer = peer
-            self._links[peer] = link
-        else:
-            link.caller = -1 - peer
-            self._callers.append(link)
 
     def gossip(self, matching: Matching, gradients_per_meeting: float) -> None:
         self._gradients_per_meeting = gradients_per_meeting
@@ -154,24 +129,13 @@ class Agent:
         taken, self._taken = self._taken, now
         return {name: now[name] - taken[name] for name in now}
 
-    @property
-    def sent_bytes(self) -> int:
-        return sum(link.sent_bytes for link in [*self._links.values(), *self._callers])
-
     def close(self) -> None:
         self._quit = True
+        self.traffic.stop_admitting()
         self.board.wake(self.rank)
         if self._thread.is_alive():
             self._thread.join(10.0)
-        while self._invited:
-            self._invited.popleft()[1].close()
-        for link in [*self._links.values(), *self._callers]:
-            link.close()
-        if self._sender is not None:
-            self._sender.close()
-        self._selector.close()
-        if self._listener is not None:
-            self._listener.close()
+        self.traffic.close()
 
     def _pass_by(self) -> None:
         """Waits until the agent has passed the top of its loop, so that it has seen what was set before."""
@@ -192,88 +156,17 @@ class Agent:
     def _run(self) -> None:
         try:
             while not self._quit:
-                while self._invited:
-                    self._adopt(*self._invited.popleft())
+                self.traffic.take_in()
                 visitors = len(self._visitors)
                 while self._advance():
                     pass
                 for _ in range(visitors):
                     self._visitors.popleft().set()
-                self._listen(PATIENCE_S)
+                if not self.traffic.listen(PATIENCE_S):
+                    self._look_for_the_dead()
         except BaseException as error:  # reported to the learner at its next call
             self.error = error
             self._at_rest.set()
-
-    def _listen(self, timeout_s: float) -> None:
-        """Waits for wake-ups and traffic, and moves bytes."""
-        news = False
-        for link in [*self._links.values(), *self._callers]:
-            if link.error:
-                self._hang_up(link, link.error)
-            elif link.waiting is None and link.fileno() < 0:
-                news |= self._traffic(link)
-            elif link.waiting is None:
-                self._watch(link)
-        if news:
-            return
-        events = self._selector.select(timeout_s)
-        if not events:
-            self._look_for_the_dead()
-        for key, _ in events:
-            if key.data is None:
-                drain(self.board.wakeups())
-            elif key.data == "listener":
-                self._welcome()
-            else:
-                self._traffic(key.data)
-
-    def _watch(self, link: AnyLink) -> None:
-        if link.fileno() not in self._selector.get_map():
-            self._selector.register(link, selectors.EVENT_READ, link)
-
-    def _unwatch(self, link: AnyLink) -> None:
-        if link.fileno() >= 0 and link.fileno() in self._selector.get_map():
-            self._selector.unregister(link)
-
-    def _welcome(self) -> None:
-        assert self._listener is not None
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        # in a thread of its own: somebody who connects and says nothing must not keep this agent from its meetings
-        threading.Thread(target=self._admit, args=(sock,), name=f"door-{self.rank}", daemon=True).start()
-
-    def _admit(self, sock: socket.socket) -> None:
-        try:
-            self.invite(admit(sock, self._token), sock)
-        except LinkClosed:
-            sock.close()
-        if self._quit:
-            sock.close()
-
-    def _traffic(self, link: AnyLink) -> bool:
-        """Takes what has arrived; whether there was anything."""
-        try:
-            arrival = link.read_header()
-            if link.waiting is not None:
-                # its payload is taken when this agent is ready for it; until then the socket holds the sender back
-                self._unwatch(link)
-            if arrival is not None:
-                self._arrived(link, arrival)
-            return arrival is not None
-        except LinkClosed as error:
-            self._hang_up(link, str(error))
-            return False
-
-    def _hang_up(self, link: AnyLink, why: str) -> None:
-        self._unwatch(link)
-        link.close()
-        if link.peer is not None:
-            self._links.pop(link.peer, None)
-            self._bury(link.peer, why)
-        else:
-            self._callers.remove(link)
 
     def _bury(self, peer: int, why: str) -> None:
         if peer not in self.dead:
@@ -285,8 +178,8 @@ class Agent:
         for peer in self.board.here:
             if peer not in self.dead and peer != self.rank and not self.board.alive(peer):
                 self._bury(peer, "its process has ended")
-        if self._open in self._links:
-            self._links[self._open].look(time.perf_counter() - self._opened_at)
+        if self._open in self._partners:
+            self._partners[self._open].look(time.perf_counter() - self._opened_at)
 
     # -- one-sided verbs of others -------------------------------------------------------------------------------------
 
@@ -355,7 +248,7 @@ class Agent:
                 entered = int(header[ENTERED])
                 if entered > highest and int(header[DONE]) < entered and self._matching(entered)[peer] == self.rank:
                     highest = entered
-        for link in self._links.values():
+        for link in self._partners.values():
             if link.waiting is not None and link.waiting.kind is Kind.MEET:
                 highest = max(highest, link.waiting.number)
         return highest
@@ -363,7 +256,7 @@ class Agent:
     def _enter(self, partner: int) -> None:
         self.entered = self.round
         self._open, self._opened_at = partner, time.perf_counter()
-        if partner in self._links:
+        if partner in self._partners:
             if self._snapshot is None:
                 self._snapshot = torch.empty_like(self.published.vector)
                 self._received = torch.empty_like(self.published.vector)
@@ -371,7 +264,7 @@ class Agent:
                 number, _ = self.published.count()
                 self._note(Noted.SNAPSHOT, number, partner, self.round)
                 self._snapshot.copy_(self.published.vector)
-            self._links[partner].send(Kind.MEET, self.round, bytes_of(self._snapshot))
+            self._partners[partner].send(Kind.MEET, self.round, bytes_of(self._snapshot))
             self._received_in = -1
         elif partner in self.board.here:
             self.board.header(self.rank)[ENTERED] = self.round
@@ -384,8 +277,8 @@ class Agent:
         """Ends the open exchange if it is complete or its partner is gone."""
         partner = self._open
         assert partner is not None
-        if partner in self._links:
-            return self._try_to_close_remote(self._links[partner], partner)
+        if partner in self._partners:
+            return self._try_to_close_remote(self._partners[partner], partner)
         if partner in self.board.here and int(self.board.header(self.rank)[DONE]) == self.round:
             self._close(met=True)
             return True
@@ -401,16 +294,16 @@ class Agent:
         assert self._snapshot is not None
         assert self._received is not None
         if link.error:
-            self._hang_up(link, link.error)
+            self.traffic.hang_up(link, link.error)
             return True
         if link.waiting is not None and self._received_in != self.round:
             if link.waiting.kind is not Kind.MEET or link.waiting.number != self.round:
-                self._hang_up(link, f"it speaks of round {link.waiting.number} in round {self.round}")
+                self.traffic.hang_up(link, f"it speaks of round {link.waiting.number} in round {self.round}")
                 return True
             try:
                 link.read_payload(bytes_of(self._received))
             except LinkClosed as error:
-                self._hang_up(link, str(error))
+                self.traffic.hang_up(link, str(error))
                 return True
             self._received_in = self.round
         if self._received_in != self.round or link.sending:

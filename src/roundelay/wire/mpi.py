@@ -266,7 +266,7 @@ class MpiNet:
         others = [member for member in range(self.size) if member != self.rank]
         self._callers = {member: MpiLink(self, member, caller=True) for member in others}
         for member, link in self._callers.items():
-            self._agent.invite(-1 - member, link)
+            self._agent.traffic.invite(-1 - member, link)
         self._partners = {member: MpiLink(self, member, caller=False) for member in others}
         if others:
             self._listen()
@@ -297,7 +297,7 @@ class MpiNet:
         assert self._agent is not None
         partners = {member for edge in matching.edges if self.rank in edge for member in edge if member != self.rank}
         for member in sorted(partners):
-            self._agent.invite(member, self._partners[member])
+            self._agent.traffic.invite(member, self._partners[member])
         if not self._agent.running:
             self._agent.start()
         self._agent.await_partners(len(partners), self.timeout_s)
@@ -364,12 +364,12 @@ class MpiNet:
         return MpiNet(self._world, self.store, members, mine, timeout_s=self.timeout_s, name=part_name)
 
     def bytes_sent(self) -> int:
-        return self._bytes + (self._agent.sent_bytes if self._agent is not None else 0)
+        return self._bytes + (self._agent.traffic.sent_bytes if self._agent is not None else 0)
 
     def close(self) -> None:
         agent, self._agent, board, self._board = self._agent, None, self._board, None
         if agent is not None:
-            self._bytes += agent.sent_bytes
+            self._bytes += agent.traffic.sent_bytes
             agent.close()
         if self._listening is not None:
             listening, self._listening = self._listening, None

@@ -244,7 +244,7 @@ class ProcessNet:
         partners = 0
         for low, high in sorted(matching.edges):
             if self.rank == low and high in away:
-                self._agent.invite(high, connect(self._address(high), self.rank, self._token, self.timeout_s))
+                self._agent.traffic.invite(high, connect(self._address(high), self.rank, self._token, self.timeout_s))
             partners += (self.rank == low and high in away) or (self.rank == high and low in away)
         if not self._agent.running:
             self._agent.start()
@@ -305,7 +305,7 @@ class ProcessNet:
         )
 
     def bytes_sent(self) -> int:
-        return self._bytes + (self._agent.sent_bytes if self._agent is not None else 0)
+        return self._bytes + (self._agent.traffic.sent_bytes if self._agent is not None else 0)
 
     def close(self) -> None:
         if self._huddle is not None:
@@ -315,7 +315,7 @@ class ProcessNet:
             caller.close()
         agent, self._agent, board, self._board = self._agent, None, self._board, None
         if agent is not None:
-            self._bytes += agent.sent_bytes
+            self._bytes += agent.traffic.sent_bytes
             agent.close()
         if board is not None:
             board.close()
