@@ -95,6 +95,18 @@ def test_config_shows_values_and_where_they_come_from(jobs: Jobs, capsys: pytest
     assert "command line" in said(capsys, "config", file, "lr=0.25")[1]
 
 
+def test_settings_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(Path(__file__).parents[1] / "recipes" / "spoken")
+    code, out, _ = said(capsys, "config", folder, "train.batch=8", "--json", "train.lr=0.25")
+    assert code == 0
+    assert [json.loads(out)[f"train.{key}"]["value"] for key in ("batch", "lr")] == [8, 0.25]
+    for argv in (["config", folder, "--json", "what"], ["list", "strategies", "--json", "size=3"], ["check", "--jason"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(argv)
+        assert ended.value.code == 2
+        assert f"unrecognized arguments: {argv[-1]}" in capsys.readouterr().err
+
+
 def test_config_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(Path(__file__).parents[1] / "recipes" / "spoken")
     code, out, _ = said(capsys, "config", folder, "train.learners=4", "--json")

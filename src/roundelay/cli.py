@@ -141,8 +141,20 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; settings (key=value) may stand before and behind options, which argparse by itself does not allow."""
+    top = parser()
+    args, late = top.parse_known_args(argv)
+    strange = [a for a in late if not hasattr(args, "overrides") or a.startswith("-") or "=" not in a]
+    if strange:
+        top.error(f"unrecognized arguments: {' '.join(strange)}")
+    if late:
+        args.overrides = [*args.overrides, *late]
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = parsed(argv)
     with interrupts.listening():
         return interrupts.reported(lambda: args.run_command(args))
 

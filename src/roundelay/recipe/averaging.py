@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--page", default="", metavar="FILE", help="curves; default RUN/averaging/averaging.html")
     p.add_argument("--baseline", metavar="FILE", help="the script job_per_iteration.py; default: the one of the checkout")
     p.add_argument("--json", action="store_true", help="print JSON")
-    args = p.parse_args(argv)
+    args = p.parse_intermixed_args(argv)
     args.baseline = args.baseline or str(BASELINE)
     if args.quick:
         args.frames, args.epochs, args.no_wer = "3000,9000,27000", 0.2, True

@@ -8,10 +8,12 @@ global batch and rate. Each network is decoded with the run's graph, its acousti
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +42,24 @@ def main(argv: Sequence[str]) -> int:
         prog="roundelay bench speech",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: roundelay bench speech recipes/spoken runs/spoken --json",
+        epilog="examples:\n  roundelay bench speech recipes/spoken runs/spoken --json\n"
+        "  roundelay bench speech recipes/spoken runs/spoken network.hidden=96 train.epochs=3 --strategies adpsgd,sync",
     )
     p.add_argument("recipe", metavar="RECIPE")
     p.add_argument("run", metavar="RUN", help="its finished run directory")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="section.key=value of the recipe: another network, say")
     p.add_argument("--learners", type=int, default=4)
     p.add_argument("--seeds", type=int, default=3, help="for single and adpsgd; the others run the first")
     p.add_argument("--strategies", default=",".join(CONTESTANTS), help=f"any of {', '.join(CONTESTANTS)}")
     p.add_argument("--epochs", type=float, default=0.0, help="default: the recipe's")
     p.add_argument("--jobs", type=int, default=2)
     p.add_argument("--json", action="store_true", help="print JSON")
-    args = p.parse_args(argv)
+    args = p.parse_intermixed_args(argv)
     names = [name.strip() for name in args.strategies.split(",")]
     for name in names:
         if name not in CONTESTANTS:
             raise UsageError(f"'{name}' is not a contestant", where="--strategies", do=nearest(name, CONTESTANTS))
-    recipe = settings.load(args.recipe)
+    recipe = settings.load(args.recipe, args.overrides)
     work = Work(recipe, Path(args.run), args.jobs, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
     found = compare(work, ["single", *(n for n in names if n != "single")], args.learners, args.seeds, args.epochs)
     print(json.dumps(found) if args.json else table(found))
@@ -78,18 +82,19 @@ def compare(work: Work, names: Sequence[str], learners: int, seeds: int, epochs:
 
 
 def one(work: Work, name: str, learners: int, seed: int, epochs: float) -> Path:
-    """One network: trained, decoded. What is there already is kept."""
-    folder = work.run / "strategies" / f"{name}-{learners}-{seed}"
-    done = folder / "hypotheses"
-    if (done / "complete").exists():
-        work.say(f"{name}, seed {seed}: done before")
-        return done
+    """One network: trained, decoded. What is there already, made with the same settings, is kept."""
     chosen = dict(CONTESTANTS[name])
     count = chosen.setdefault("learners", learners)
     per_learner = int(work.recipe.train.get("batch", 64)) * int(work.recipe.train.get("learners", 1)) // count
     wanted = {**work.recipe.train, **chosen, "batch": per_learner, "evaluate": False}
     if epochs:
         wanted["epochs"] = epochs
+    mark = hashlib.sha256(json.dumps([wanted, asdict(work.recipe.network)], sort_keys=True).encode()).hexdigest()[:8]
+    folder = work.run / "strategies" / f"{name}-{learners}-{seed}-{mark}"
+    done = folder / "hypotheses"
+    if (done / "complete").exists():
+        work.say(f"{name}, seed {seed}: done before")
+        return done
     work.say(f"{name}, seed {seed}: {count} learners with batches of {per_learner}")
     stages.train_network(work, folder / "network", wanted, work.run / "alignments", seed)
     stages.finish_network(work, folder / "network", folder / "lstm")
