@@ -144,18 +144,18 @@ class _Caught(Exception):
 def bench_parser(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
     """The parser that a benchmark makes for itself."""
     caught: list[argparse.ArgumentParser] = []
-    original = argparse.ArgumentParser.parse_args
+    original = argparse.ArgumentParser.parse_known_args
 
     def catch(self: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:
         caught.append(self)
         raise _Caught
 
-    argparse.ArgumentParser.parse_args = catch  # type: ignore[method-assign, assignment]
+    argparse.ArgumentParser.parse_known_args = catch  # type: ignore[method-assign, assignment]
     try:
         with contextlib.suppress(_Caught), contextlib.redirect_stdout(io.StringIO()):
             main([])
     finally:
-        argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
+        argparse.ArgumentParser.parse_known_args = original  # type: ignore[method-assign]
     return caught[0]
 
 

@@ -58,7 +58,6 @@ INSTEAD: dict[str, str] = {
     "roundelay bench throughput --json > benchmarks/results/throughput.json": THROUGHPUT,
     "roundelay bench throughput --contestants ddp,sync,adpsgd --batches 8 --cases slow --rounds 5": THROUGHPUT,
     "roundelay bench throughput --contestants ddp,sync,adpsgd --batches 8,64 --rounds 5 --json": THROUGHPUT,
-    "roundelay bench throughput --contestants ddp,sync,adpsgd --cases even --json": THROUGHPUT,
     "roundelay bench overhead": OVERHEAD,
     "roundelay bench overhead --json": OVERHEAD,
     "roundelay bench overhead --json > benchmarks/results/overhead.json": OVERHEAD,
@@ -71,9 +70,11 @@ INSTEAD: dict[str, str] = {
     "roundelay bench learning --contestants half,never,sync,kstep,bmuf,dpsgd,adpsgd,delay_by_one,hierarchical": LEARNING,
     "roundelay bench road runs/spoken --json": ROAD,
     "roundelay bench speech recipes/spoken runs/spoken --json": SPEECH,
+    "roundelay bench speech recipes/spoken runs/spoken network.hidden=96 train.epochs=3 --strategies adpsgd,sync": SPEECH,
     "roundelay bench feeding --json": FEEDING,
     "roundelay bench feeding recipes/spoken runs/spoken": FEEDING,
     "roundelay bench averaging recipes/spoken runs/spoken --json": AVERAGING,
+    "roundelay bench averaging recipes/spoken runs/spoken network.hidden=96 --repeats 3 --no-wer": AVERAGING,
     "roundelay bench averaging recipes/spoken runs/spoken --seeds 3": AVERAGING,
     "roundelay bench averaging recipes/spoken runs/spoken --systems overlap --optimizers sgd,ngsgd --seeds 3": AVERAGING,
     "roundelay bench shapes": "roundelay bench shapes --quick",
@@ -151,7 +152,6 @@ JOBS = "tests/bench/test_job_per_iteration.py::test_jobs_ramp_up_and_see_every_e
 
 BY_TEST: dict[str, str] = {
     "roundelay bench network": NETWORK,
-    "roundelay bench network --json": NETWORK,
     "sudo roundelay bench network --quick": NETWORK,
     "sudo roundelay bench network --json > benchmarks/results/network.json": NETWORK,
     "roundelay bench network --hierarchy --json": HIERARCHY,
@@ -204,7 +204,6 @@ CANNOT: dict[str, str] = {
     "sudo roundelay bench calibrate --links 1000,200 --check": "shapes links as root for minutes; its cables: test_network.py",
     "tail -f slurm-12345.txt": "follows a file until it is stopped",
     "sudo roundelay bench overhead --link 1000 --sizes 1M,10M": "shapes links as root for minutes; its cables: test_network.py",
-    "sudo roundelay bench overhead --link 1000 --sizes 1M,10M --json": "as above",
     "sudo roundelay bench overhead --link 1000 --sizes 10M": "as above",
 }
 
