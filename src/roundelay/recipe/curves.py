@@ -55,4 +55,5 @@ def chart(title: str, unit: str, curves: dict[str, Points], *, across: str, from
         parts.append(
             f'<text x="{WIDE - 20}" y="{20 + 16 * number}" text-anchor="end" fill="{colour}">{html.escape(name)}</text>'
         )
-    return f'<svg viewBox="0 0 {WIDE} {HIGH}" width="{WIDE}" font-size="12" font-family="sans-serif">{"".join(parts)}</svg>'
+    look = f'width="{WIDE}" font-size="12" font-family="sans-serif" style="overflow:visible"'
+    return f'<svg viewBox="0 0 {WIDE} {HIGH}" {look}>{"".join(parts)}</svg>'
