@@ -70,7 +70,19 @@ def test_timing_alone_gives_figures_and_a_run_directory(here: Path, capsys: pyte
     assert tomllib.loads((here / "r" / "config.toml").read_text())["strategy"] == "adpsgd"
 
 
-def test_a_thousand_learners_begin_without_delay_and_do_all_the_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("strategy", ["sync", "adpsgd", "asgd"])
+def test_a_loader_without_a_limit_takes_the_time_of_a_very_fast_one(
+    strategy: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "fast.toml").write_text(CLUSTER + "[loader]\nsamples_per_s = 1e12\n")
+    args = (f"strategy={strategy}", "batch=16", "steps=30", "parameters=1000000")
+    without, fast = (simulated(capsys, cluster, *args, f"run={cluster}-run") for cluster in ("small.toml", "fast.toml"))
+    ahead_s = 0.0 if strategy == "sync" else 2 * 16 * 0.001 * 1.5  # of the two batches that a loader claims ahead of a race
+    assert without["elapsed_s"] == pytest.approx(fast["elapsed_s"], rel=1e-6, abs=ahead_s)
+    assert without["samples"] == fast["samples"]
+
+
+def test_a_thousand_learners_do_all_the_work_and_leave_spectra_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "large.toml").write_text(CLUSTER.replace("count = 2", "count = 512"))
     args = ("strategy=adpsgd", "batch=16", "steps=3", "parameters=1000000", "run=r")
     found = simulated(capsys, "large.toml", *args)

@@ -20,7 +20,7 @@ THROUGHPUT = "roundelay bench throughput --contestants adpsgd --batches 8 --case
 OVERHEAD = "roundelay bench overhead --sizes 1M --repeats 1 --no-buffers --json"
 LEARNING = "roundelay bench learning --learners 2 --seeds 1 --contestants kstep --epochs 0.1 --json"
 ROAD = "roundelay bench road runs/spoken --repeats 1 --utterances 2 --json"
-SPEECH = "roundelay bench speech road/mine runs/spoken --learners 2 --seeds 1 --strategies adpsgd --epochs 0.1 --jobs 1 --json"
+SPEECH = "roundelay bench speech road/mine runs/spoken network.hidden=16 --learners 2 --seeds 1 --strategies adpsgd --epochs 0.1 --jobs 1 --json"
 TORCHRUN = (
     "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml"
     " task_options.samples=256 task_options.held_out=64 epochs=1 batch=16 run=runs/under-torchrun"
@@ -33,7 +33,7 @@ TWO_HOSTS = (
     )
     + "; wait"
 )
-AVERAGING = "roundelay bench averaging road/mine runs/spoken --frames 500 --systems overlap --learners 1 --epochs 0.1 --no-wer --jobs 1 --json"
+AVERAGING = "roundelay bench averaging road/mine runs/spoken network.hidden=16 --frames 500 --systems overlap --learners 1 --epochs 0.1 --no-wer --jobs 1 --json"
 CALIBRATE = "roundelay bench calibrate --out here.toml --seconds 0.2 --repeats 1 --json"
 TIMING = "roundelay simulate v100-8x8 strategy=sync learners=16 batch=160 samples=33860000 epochs=16 steps=5 --json"
 PLAN = "roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000 learners=4 --json"

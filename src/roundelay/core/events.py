@@ -80,7 +80,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "w), comm (waiting for others), save, judge",
         "loader_s": "the part of data in which a claimed batch was not prepared yet",
         "elapsed_s": "wall seconds since",
-        "cpu_s": "CPU seconds of the process, all its threads, in all",
+        "cpu_s": "CPU seconds of the process, all its threads, in all; in virtual time: what its gradients took",
         "staleness": 'how many gradients were applied with which staleness, as {"0": 148, "1": 19}',
         "meetings": "meetings of its agent since",
         "bytes": "payload this learner has put on its wire since",

@@ -70,6 +70,7 @@ class Gradient(Lazy):
 
 
 USED_UP = torch.empty(0)
+"""Stands for a displacement that has gone into w."""
 
 
 class Displacement(Lazy):

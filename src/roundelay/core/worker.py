@@ -236,13 +236,12 @@ class Worker:
         In a hierarchy: the sample-weighted mean over the machine's members, all at the first one's w."""
         self.samples_since_mean += self.share.samples
         share = self.share.samples * self.size / max(self.share.round_samples, 1) if self._weighs_steps else 1.0
-        if self._huddle is None:
-            with self.spent("compute"):
-                self.read()
-                self._run()
-            return Gradient(self._gather, self.share.samples, share, in_parameters=True)
         with self.spent("compute"):
             self.read()
+        if self._huddle is None:
+            with self.spent("compute"):
+                self._run()
+            return Gradient(self._gather, self.share.samples, share, in_parameters=True)
         g = self._machine_gradient(self._huddle)
         return Gradient(lambda: g, self.share.samples, share)
 

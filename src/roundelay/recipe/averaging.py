@@ -109,8 +109,8 @@ class Bench:
             )
         recipe = settings.load(args.recipe, args.overrides)
         recipe = replace(recipe, network=replace(recipe.network, packed=True))
-        self.work = Work(recipe, Path(args.run), args.jobs, say, progress="plain")
-        self.folder = Path(args.run) / "averaging"
+        self.work = Work(recipe, stages.aligned_run(args.run), args.jobs, say, progress="plain")
+        self.folder = self.work.run / "averaging"
         self.folder.mkdir(exist_ok=True)
         train = recipe.train
         self.batch = int(train.get("batch", 64))
@@ -149,10 +149,9 @@ class Bench:
         return report
 
     def one(self, case: Case) -> dict[str, Any]:
-        told = [
-            self.args.learners, self.args.epochs, self.lr, self.batch, self.schedule, not self.args.no_wer, self.args.overrides
-        ]  # fmt: skip
-        mark = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]
+        args = self.args
+        told = {"learners": args.learners, "epochs": args.epochs, "lr": self.lr, "batch": self.batch, "wer": not args.no_wer}
+        mark = settings.mark(told, self.schedule, self.work.recipe.network)
         folder = self.folder / f"{case.name}-{mark}"
         done = folder / "row.json"
         if done.exists():

@@ -154,9 +154,9 @@ def waiting(args: argparse.Namespace) -> dict[str, Any]:
     """The recipe's training, from an archive, with the recipe's strategy."""
     from roundelay.recipe import settings, stages
 
-    recipe = settings.load(args.recipe)
+    run, recipe = stages.aligned_run(args.run), settings.load(args.recipe)
     recipe = replace(recipe, network=replace(recipe.network, packed=True))
-    work = stages.Work(recipe, Path(args.run), 2, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
+    work = stages.Work(recipe, run, 2, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
     folder = Path(tempfile.mkdtemp(prefix="roundelay-waiting-"))
     try:
         told = {

@@ -27,6 +27,7 @@ from roundelay.asr.graph import load_graph
 from roundelay.asr.hmm import AlignmentModel
 from roundelay.asr.lexicon import Lexicon
 from roundelay.asr.shards import Crew
+from roundelay.recipe.stages import aligned_run
 from roundelay.recipe.systems import graph_of, open_system
 
 UTTERANCES = 150
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--utterances", type=int, default=UTTERANCES, help="of the first test set")
     p.add_argument("--json", action="store_true", help="print JSON")
     args = p.parse_args(argv)
-    found = {"results": measure(Path(args.run), args.utterances, args.repeats), "cores_used": 1}
+    found = {"results": measure(aligned_run(args.run), args.utterances, args.repeats), "cores_used": 1}
     print(json.dumps(found) if args.json else table(found))
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -177,6 +179,12 @@ SECTIONS: dict[str, Any] = {
     "features": Features, "mono": MonoOptions, "tri": TriOptions, "words": Words, "network": Network, "decode": DecodeOptions,
     "given": Given,
 }  # fmt: skip
+
+
+def mark(*told: Any) -> str:
+    """Eight digits that differ where settings do: a benchmark names its folders by them, and takes up only its own work."""
+    said = json.dumps([plain(part) for part in told], sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()[:8]
 
 
 def load(where: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:

@@ -37,7 +37,7 @@ from roundelay.asr.score import paired, read_text, score, write_text
 from roundelay.asr.speeds import at_other_speeds
 from roundelay.asr.store import Stream
 from roundelay.core.events import read_events
-from roundelay.errors import DataError, Interrupted, RoundelayError
+from roundelay.errors import DataError, Interrupted, RoundelayError, UsageError
 from roundelay.recipe.pack import archive_for
 from roundelay.recipe.settings import Recipe, Source, section
 from roundelay.recipe.systems import SYSTEMS, System, graph_of, open_system, save_network
@@ -70,6 +70,15 @@ class Work:
     def sets(self) -> list[str]:
         """The names of the test sets."""
         return list(json.loads((self.run / "data" / "sets.json").read_text())["test"])
+
+
+def aligned_run(named: str) -> Path:
+    """The run directory of a recipe that has come as far as its alignments, which is what benchmarks of training begin from."""
+    run = Path(named)
+    if not (run / "alignments").is_dir():
+        what = "there is no such run directory" if not run.is_dir() else "this run has no alignments yet"
+        raise UsageError(what, where=named, do="make it first: roundelay run recipes/spoken, and name the folder it wrote")
+    return run
 
 
 # -- data --------------------------------------------------------------------------------------------------------------

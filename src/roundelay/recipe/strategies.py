@@ -8,12 +8,10 @@ global batch and rate. Each network is decoded with the run's graph, its acousti
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     for name in names:
         if name not in CONTESTANTS:
             raise UsageError(f"'{name}' is not a contestant", where="--strategies", do=nearest(name, CONTESTANTS))
-    recipe = settings.load(args.recipe, args.overrides)
-    work = Work(recipe, Path(args.run), args.jobs, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
+    run, recipe = stages.aligned_run(args.run), settings.load(args.recipe, args.overrides)
+    work = Work(recipe, run, args.jobs, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
     found = compare(work, ["single", *(n for n in names if n != "single")], args.learners, args.seeds, args.epochs)
     print(json.dumps(found) if args.json else table(found))
     return 0
@@ -89,8 +87,7 @@ def one(work: Work, name: str, learners: int, seed: int, epochs: float) -> Path:
     wanted = {**work.recipe.train, **chosen, "batch": per_learner, "evaluate": False}
     if epochs:
         wanted["epochs"] = epochs
-    mark = hashlib.sha256(json.dumps([wanted, asdict(work.recipe.network)], sort_keys=True).encode()).hexdigest()[:8]
-    folder = work.run / "strategies" / f"{name}-{learners}-{seed}-{mark}"
+    folder = work.run / "strategies" / f"{name}-{learners}-{seed}-{settings.mark(wanted, work.recipe.network)}"
     done = folder / "hypotheses"
     if (done / "complete").exists():
         work.say(f"{name}, seed {seed}: done before")

@@ -189,7 +189,9 @@ class VirtualHost:
 
 
 class _AtOnce(Generic[C]):
-    """Timing alone, from a loader without a limit: what takes no time needs no task of its own."""
+    """Timing alone, from a loader without a limit: what takes no time needs no task of its own.
+
+    A raced batch is claimed when it is needed and not two ahead, so the last learner ends up to two batches earlier."""
 
     last_s = 0.0
 

@@ -23,6 +23,7 @@ from roundelay.train.place import Place
 
 STATE_VECTORS = {"sgd": 1, "adam": 2, "adamw": 2}
 NEVER_S = 1e9
+"""Longer than any run."""
 RECORDS = 50
 """Records per learner, where nobody says how often."""
 MOST_RECORDS = 4_000

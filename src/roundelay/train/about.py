@@ -48,6 +48,7 @@ def processor() -> str:
 
 
 MANY = 256
+"""Nodes up to which a start works out spectra: a second; for a thousand, half a minute."""
 
 
 def mixing(strategy: Strategy, place: Place, nodes: list[int]) -> dict[str, Any]:

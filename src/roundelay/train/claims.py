@@ -110,9 +110,8 @@ class Race:
         self.leader = dealt.machine[0]
         self._leased: list[Span] = []
         self._rest: list[Span] = []
-        self._lease = f"lease/{dealt.rank}"
         self._ran_out = False
-        self._looked_at = 0
+        self._looked_at = 0  # place among the leaders where somebody was busy when last looked
         self.dead: set[int] = set()
         if dealt.rank == 0:
             store.add("claimed", dealt.first)
@@ -233,8 +232,8 @@ class Race:
     def _note_lease(self) -> None:
         # A learner that dies between the counter and this line takes its places with it; the window is one message long.
         with self._changing:
-            note = str([*self._leased, *self._rest])
-        self.store.set(self._lease, note.replace("(", "[").replace(")", "]"))
+            note = json.dumps(self._leased + self._rest)
+        self.store.set(f"lease/{self.dealt.rank}", note)
 
     def _somebody_busy(self) -> int | None:
         """A living worker that has not run out of work; None where all have. Looks first where it found one the last time: with

@@ -279,7 +279,7 @@ class _FusedSGD(Displacement):
                     copy.copy_(part)
             else:
                 kernels.sgd_move(part, copy, g, owner.momentum[at.start : at.stop], scale, at.group["momentum"], step)
-        if covered < w.numel() and phi is not w and (covered or not untouched):
+        if covered < w.numel() and phi is not w:
             phi.copy_(w)  # parameters without a gradient may have been changed by a neighbour
 
 

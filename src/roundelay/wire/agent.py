@@ -131,7 +131,6 @@ class Agent:
 
     def close(self) -> None:
         self._quit = True
-        self.traffic.stop_admitting()
         self.board.wake(self.rank)
         if self._thread.is_alive():
             self._thread.join(10.0)

@@ -17,7 +17,7 @@ from roundelay.wire.link import AnyLink, Arrival, Link, LinkClosed, Sender, admi
 
 
 class Traffic:
-    """One agent's ways. All but `invite` and `close` is for the agent's own thread."""
+    """One agent's ways. Others invite, read `sent_bytes` and count partners; all else is for the agent's own thread."""
 
     def __init__(
         self,
@@ -96,12 +96,8 @@ class Traffic:
         else:
             self.callers.remove(link)
 
-    def stop_admitting(self) -> None:
-        """Whoever still stands at the door is sent away."""
-        self._closed = True
-
     def close(self) -> None:
-        self._closed = True
+        self._closed = True  # before the invited are looked through: who comes through the door later sees it
         while self._invited:
             self._invited.popleft()[1].close()
         for link in [*self.partners.values(), *self.callers]:

@@ -1,0 +1,33 @@
+"""Benchmarks that begin from a recipe's run say so where there is none, and leave nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roundelay import cli
+from roundelay.recipe.settings import Network, mark
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "spoken")
+
+
+@pytest.mark.parametrize("bench", [["speech", RECIPE], ["averaging", RECIPE], ["feeding", RECIPE], ["road"]])
+def test_a_run_that_is_not_there_is_an_error_in_words(
+    bench: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = ["--systems", "overlap"] if bench[0] == "averaging" else []
+    assert cli.main(["bench", *bench, "missing", *more]) == 2
+    said = capsys.readouterr().err
+    assert "there is no such run directory" in said
+    assert "where: missing" in said
+    assert "what to do:" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_of_results_differ_where_settings_do() -> None:
+    same = mark({"lr": 1.0, "batch": 8}, Network(hidden=16))
+    assert same == mark({"batch": 8, "lr": 1.0}, Network(hidden=16))
+    assert same != mark({"batch": 8, "lr": 1.0}, Network(hidden=17))
+    assert same != mark({"batch": 8, "lr": 2.0}, Network(hidden=16))
