@@ -100,6 +100,8 @@ def test_every_command_is_one_we_know() -> None:
             complaints.append(f"{c.where}: in two tables of documented.py: {c.text}")
         elif tables == 0 and program not in ("roundelay", "python", "make"):
             complaints.append(f"{c.where}: nothing here knows how to run '{program}': {c.text}\n  {HOW}")
+        elif tables == 0 and is_run(c) and words_of(c.text)[1:2] == ["bench"] and "--help" not in c.text:
+            complaints.append(f"{c.where}: a benchmark takes minutes or hours as it stands: {c.text}\n  {HOW}")
     assert not complaints, "\n".join(complaints)
 
 

@@ -58,6 +58,7 @@ INSTEAD: dict[str, str] = {
     "roundelay bench throughput --json > benchmarks/results/throughput.json": THROUGHPUT,
     "roundelay bench throughput --contestants ddp,sync,adpsgd --batches 8 --cases slow --rounds 5": THROUGHPUT,
     "roundelay bench throughput --contestants ddp,sync,adpsgd --batches 8,64 --rounds 5 --json": THROUGHPUT,
+    "roundelay bench throughput --contestants ddp,sync,adpsgd --cases even --seconds 15 --json": THROUGHPUT,
     "roundelay bench overhead": OVERHEAD,
     "roundelay bench overhead --json": OVERHEAD,
     "roundelay bench overhead --json > benchmarks/results/overhead.json": OVERHEAD,
@@ -82,6 +83,7 @@ INSTEAD: dict[str, str] = {
     "roundelay bench theory": "roundelay bench theory --quick",
     "roundelay bench theory --quick": "roundelay bench theory --quick",
     "roundelay bench stragglers": "roundelay bench stragglers --quick --slowdowns 10",
+    "roundelay bench stragglers --epochs 2": "roundelay bench stragglers --quick --slowdowns 10",
     "roundelay bench stragglers --quick": "roundelay bench stragglers --quick --slowdowns 10",
     "roundelay bench ksteps": "roundelay bench ksteps --quick --seeds 1",
     "roundelay bench ksteps --quick": "roundelay bench ksteps --quick --seeds 1",
@@ -152,6 +154,7 @@ JOBS = "tests/bench/test_job_per_iteration.py::test_jobs_ramp_up_and_see_every_e
 
 BY_TEST: dict[str, str] = {
     "roundelay bench network": NETWORK,
+    "roundelay bench network --contestants ddp,ddp_fp16,kstep,adpsgd,adpsgd_half --json": NETWORK,
     "sudo roundelay bench network --quick": NETWORK,
     "sudo roundelay bench network --json > benchmarks/results/network.json": NETWORK,
     "roundelay bench network --hierarchy --json": HIERARCHY,
@@ -205,6 +208,7 @@ CANNOT: dict[str, str] = {
     "tail -f slurm-12345.txt": "follows a file until it is stopped",
     "sudo roundelay bench overhead --link 1000 --sizes 1M,10M": "shapes links as root for minutes; its cables: test_network.py",
     "sudo roundelay bench overhead --link 1000 --sizes 10M": "as above",
+    "sudo roundelay bench overhead --link 1000 --json": "as above",
 }
 
 
