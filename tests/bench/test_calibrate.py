@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,28 @@ def test_what_travels_while_a_core_computes_costs_that_core() -> None:
 def test_mistakes_are_named(args: list[str]) -> None:
     with pytest.raises(UsageError):
         calibrate.main(args)
+
+
+def test_a_turn_is_predicted_at_the_pace_that_was_measured_beside_it() -> None:
+    """A machine that computes half as fast for a while: the measurement of that turn is half as large, and so is the guess."""
+    on = clusters.from_tree({"name": "here", **calibrate.cluster_tree(HERE)})
+    args = argparse.Namespace(batch=8, seconds=2.0, repeats=2)
+    paces = iter([0.034] * len(calibrate.STRATEGIES) + [0.068] * len(calibrate.STRATEGIES))
+    pace = 0.0
+
+    def look() -> float:
+        nonlocal pace
+        pace = next(paces)
+        return pace
+
+    def run(strategy: str, steps: int) -> calibrate.Runs:
+        cluster = calibrate.at_pace(on, pace / HERE["step_s"])
+        rate = calibrate.predicted(cluster, strategy, HERE, 8, steps)
+        samples = 8.0 * (steps + 1)  # the first step of each learner is not counted
+        return [{"first": 0.0, "ended": 2 * 8.0 * steps / rate / 1.1, "samples": samples} for _ in range(2)]
+
+    rows = calibrate.compare("drifting", on, HERE, args, look, run)
+    assert [row["strategy"] for row in rows] == list(calibrate.STRATEGIES)
+    for row in rows:
+        assert row["range"][1] > 1.5 * row["range"][0]
+        assert row["errors"] == pytest.approx([1 / 1.1 - 1] * 2, abs=1e-3)

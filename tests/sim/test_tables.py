@@ -141,7 +141,10 @@ def test_a_cell_of_the_grid_learns_and_the_control_has_noise(monkeypatch: pytest
         batches.Cell(batches.NOISY, 4, 0.5, noise=0.0, epochs=1.0, samples=320),
         batches.Cell("sync", 4, 0.5, epochs=1.0, samples=320),
     ]
-    losses = [batches.run(cell)["loss"] for cell in cells]
+    found = [batches.run(cell) for cell in cells]
+    losses = [one["loss"] for one in found]
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[1] != losses[2]
     assert losses[2] == pytest.approx(losses[3], rel=1e-4)  # without noise it is sync
+    assert found[0]["spread"] > 1e-3
+    assert found[3]["spread"] < 1e-6  # looked at between rounds, never in the middle of one

@@ -244,6 +244,16 @@ class Member:
         finally:
             place.close()
 
+    def pace(self, number: int, batch: int) -> dict[str, float]:
+        """Seconds of a step of learners that compute side by side and say nothing."""
+        from roundelay.bench import calibrate
+
+        place = self.place(number)
+        try:
+            return {"step_s": calibrate.free_steps(place, batch)}
+        finally:
+            place.close()
+
     def timed(self, number: int, strategy: str, batch: int, steps: int) -> dict[str, float]:
         """A run of the ordinary loop, only its times."""
         from roundelay.bench import calibrate

@@ -39,7 +39,8 @@ class Look:
 
 
 class Watch:
-    """Looks at the mean of all learners every so many global samples, with a function of its own."""
+    """Looks at the mean of all learners every so many global samples, with a function of its own. Where learners take turns, it
+    waits for the last of a round: half a round of synchronous SGD would look like a spread."""
 
     def __init__(self, every: int, see: Callable[[float, int, Tensor, float], None]) -> None:
         self.every, self._see, self._next = every, see, every
@@ -47,7 +48,9 @@ class Watch:
 
     def __call__(self, learner: Learner) -> None:
         self.learners[learner.rank] = learner
-        if learner.position >= self._next:
+        turns = learner.strategy.traits.claims == "turn"
+        reached = min(one.position for one in self.learners.values()) if turns else learner.position
+        if reached >= self._next:
             self._next = (learner.position // self.every + 1) * self.every
             self._see(learner.place.host.clock(), learner.position, *self.mean())
 
