@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roundelay.core.lazy import Displacement, Gradient, solid
+from roundelay.core.lazy import Displaced, Displacement, Gradient, solid
 
 A, B = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 4.0, -1.0])
 
@@ -78,3 +78,17 @@ def test_a_displacement_that_went_into_w_cannot_be_used_again() -> None:
     assert torch.equal(w, -A)
     with pytest.raises(RuntimeError, match="used again"):
         d.tensor()
+
+
+def test_a_displaced_tensor_is_placed_without_being_made_and_is_a_tensor_to_whoever_asks() -> None:
+    d, phi = Counted(A), torch.zeros(3)
+    sum_ = B - d
+    assert isinstance(sum_, Displaced)
+    assert not d.times
+    sum_.place(phi)
+    assert torch.equal(phi, B - A)
+    assert torch.equal(sum_, B - A)
+    assert torch.equal(2 * sum_ + A, 2 * (B - A) + A)
+    assert sum_.mul_(2).tolist() == (2 * (B - A)).tolist()
+    assert len(d.times) == 1
+    assert torch.equal(B, torch.tensor([0.5, 4.0, -1.0]))

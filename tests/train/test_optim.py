@@ -87,6 +87,19 @@ class Walk:
             self.flat.phi.copy_(self.flat.phi - d)
         return self.flat.phi
 
+    def placed(self, lazily: bool) -> Tensor:
+        """As delay-by-one: from a mean that is not what the gradient was taken at."""
+        for k in range(STEPS):
+            mean = 0.5 * self.flat.phi + 0.1
+            d = self.optimizer.delta(self.gradient(k))
+            if lazily:
+                kept = mean.clone()
+                (mean - d).place(self.flat.phi)
+                assert torch.equal(mean, kept)
+            else:
+                self.flat.phi.copy_(mean - d.tensor())
+        return self.flat.phi
+
 
 def same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=2e-5, atol=2e-6)
@@ -130,6 +143,7 @@ def test_a_fused_step_has_the_bits_of_the_displacement_worked_out(options: dict[
     assert torch.equal(Walk(make, {}, clip).moved_in_place(), expected)
     assert torch.equal(Walk(make, {}, clip).moved_published(untouched=True), expected)
     assert torch.equal(Walk(make, {}, clip).moved_published(untouched=False), expected)
+    assert torch.equal(Walk(make, {}, clip).placed(lazily=True), Walk(make, {}, clip).placed(lazily=False))
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
@@ -155,6 +169,7 @@ def test_any_other_optimizer_takes_its_own_step(make: Make, clip: float) -> None
     assert torch.equal(Walk(make, second, clip).moved_published(untouched=True), expected)
     assert same(Walk(make, second, clip).moved_published(untouched=False), expected)
     assert same(Walk(make, second, clip).worked_out(), expected)
+    assert torch.equal(Walk(make, second, clip).placed(lazily=True), Walk(make, second, clip).placed(lazily=False))
     assert same(Walk(make, second, clip).moved_in_place(as_vector=True), expected)
 
 

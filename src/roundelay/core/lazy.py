@@ -88,6 +88,10 @@ class Displacement(Lazy):
     def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
         """w <- w + self and phi <- w in as few passes as possible. `untouched`: w is still what phi was read from."""
 
+    def place(self, base: Tensor, phi: Tensor) -> None:
+        """phi <- base + self, where phi is what the gradient was taken at."""
+        torch.add(base, self.tensor(), out=phi)
+
     @property
     def worked_out(self) -> bool:
         return bool(self._shared)
@@ -114,7 +118,36 @@ class Displacement(Lazy):
     def __neg__(self) -> Displacement:
         return self.scaled(-1.0)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`tensor - d` and `tensor + d` come this way, since torch's operators are asked first."""
+        if func in (Tensor.sub, Tensor.add) and not kwargs and not isinstance(args[0], Lazy):
+            return Displaced(args[0], -args[1] if func is Tensor.sub else args[1])
+        return super().__torch_function__(func, types, args, kwargs)
+
     def __mul__(self, factor: Any) -> Vector:
         return self.scaled(float(factor)) if isinstance(factor, int | float) else self.tensor() * solid(factor)
 
     __rmul__ = __mul__
+
+
+class Displaced(Lazy):
+    """base + displacement, as in `me.place(mean - d)`: neither d nor the sum has to be written to memory of its own."""
+
+    def __init__(self, base: Tensor, by: Displacement) -> None:
+        self.base, self.by = base, by
+        self._tensor: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        if self._tensor is None:
+            self._tensor = self.base + self.by.tensor()
+        return self._tensor
+
+    def place(self, phi: Tensor) -> None:
+        if self._tensor is None:
+            self.by.place(self.base, phi)
+        else:
+            phi.copy_(self._tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)  # whoever asks for more than a sum takes it for the tensor that it is

@@ -19,7 +19,7 @@ from torch import Tensor
 from roundelay.core.buckets import Buckets
 from roundelay.core.flat import Flat
 from roundelay.core.history import History, Kind
-from roundelay.core.lazy import Displacement, Gradient, Vector, solid
+from roundelay.core.lazy import Displaced, Displacement, Gradient, Vector, solid
 from roundelay.core.net import Gossip, Huddle, Matching, Net, Pending, Published
 
 
@@ -346,6 +346,9 @@ class Worker:
     def place(self, x: Vector) -> None:
         """w <- x, atomic towards the background."""
         published = self.published
+        if published is None and isinstance(x, Displaced):
+            x.place(self.flat.phi)
+            return
         if published is None:
             self.flat.phi.copy_(solid(x))
             return

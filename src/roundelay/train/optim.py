@@ -261,7 +261,7 @@ class _FusedSGD(Displacement):
     def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
         owner = self._owner
         pieces = [] if self.worked_out else owner.pieces(self._g)
-        if self.worked_out or any(at.group["weight_decay"] or at.group["nesterov"] for at, _ in pieces):
+        if self.worked_out or self._looks_at_phi(pieces):
             w.add_(self.tensor())
             if phi is not w:
                 phi.copy_(w)
@@ -281,6 +281,17 @@ class _FusedSGD(Displacement):
                 kernels.sgd_move(part, copy, g, owner.momentum[at.start : at.stop], scale, at.group["momentum"], step)
         if covered < w.numel() and phi is not w:
             phi.copy_(w)  # parameters without a gradient may have been changed by a neighbour
+
+    def place(self, base: Tensor, phi: Tensor) -> None:
+        if self.worked_out or self._looks_at_phi(self._owner.pieces(self._g)):
+            super().place(base, phi)
+            return
+        phi.copy_(base)
+        self.move(phi, phi, True)
+
+    @staticmethod
+    def _looks_at_phi(pieces: list[tuple[_Range, Tensor]]) -> bool:
+        return any(at.group["weight_decay"] or at.group["nesterov"] for at, _ in pieces)
 
 
 class _AnyOptimizer(Displacement):
@@ -327,3 +338,11 @@ class _AnyOptimizer(Displacement):
             w.copy_(phi)
         else:
             kernels.add_difference(w, phi, phi, before)
+
+    def place(self, base: Tensor, phi: Tensor) -> None:
+        if self.gain != -1.0 or self.worked_out or base.data_ptr() == phi.data_ptr():
+            super().place(base, phi)
+            return
+        self.use_up()
+        before = self._step()
+        phi.sub_(before).add_(base)
