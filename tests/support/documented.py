@@ -205,6 +205,7 @@ CANNOT: dict[str, str] = {
     "roundelay bench batches": "takes hours, and minutes with --quick",
     "roundelay bench batches --keep batches.jsonl --jobs 2": "as above",
     "sudo roundelay bench calibrate --links 1000,200 --check": "shapes links as root for minutes; its cables: test_network.py",
+    "sudo roundelay bench calibrate --links 1000,200 --check --seconds 6 --json": "as above",
     "tail -f slurm-12345.txt": "follows a file until it is stopped",
     "sudo roundelay bench overhead --link 1000 --sizes 1M,10M": "shapes links as root for minutes; its cables: test_network.py",
     "sudo roundelay bench overhead --link 1000 --sizes 10M": "as above",
