@@ -36,6 +36,7 @@ docs: setup  ## the documentation, as a site in build/site
 	$(BIN)/python docs/_make/timelines.py
 	$(BIN)/python docs/_make/strip.py
 	$(BIN)/python docs/_make/measured.py
+	$(BIN)/python docs/_make/virtual.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
 	@echo "open build/site/index.html"
 

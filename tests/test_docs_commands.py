@@ -289,6 +289,12 @@ def test_pictures_are_what_their_script_draws(name: str) -> None:
     assert f"../pictures/{name}.svg" in (ROOT / "docs" / "strategies" / f"{name}.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["stragglers", "batches"])
+def test_pictures_of_virtual_time_are_drawn_from_their_records(name: str) -> None:
+    assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == made("virtual")["drawn"](name), AGAIN
+    assert f"pictures/{name}.svg" in (ROOT / "docs" / "simulated.md").read_text()
+
+
 def test_the_strip_chart_is_drawn_from_what_was_recorded() -> None:
     recorded = json.loads((ROOT / "docs" / "pictures" / "straggler.json").read_text())
     assert (ROOT / "docs" / "pictures" / "straggler.svg").read_text() == made("strip")["draw"](recorded).svg(), AGAIN

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,10 +17,11 @@ from roundelay.asr.corpus import Corpus, Utterance
 from roundelay.asr.fbank import add_deltas, log_mel
 from roundelay.asr.features import FeatureOptions, extract
 from roundelay.asr.masking import Masks
+from roundelay.asr.model import AcousticModel
 from roundelay.asr.speeds import at_other_speeds
 from roundelay.asr.task import FrameTask
 from roundelay.asr.warping import Warp
-from roundelay.errors import UsageError
+from roundelay.errors import DataError, UsageError
 
 RATE = 8000
 
@@ -120,3 +122,27 @@ def test_copies_at_other_speeds_are_shorter_or_longer_other_voices(tmp_path: Pat
         assert spectrum.argmax() * RATE / len(samples) == pytest.approx(400.0 * speed, abs=2), "pitch moves along"
     with pytest.raises(UsageError, match="speed 1 is no use"):
         at_other_speeds([utterance], (1.0,), tmp_path / "out", RATE)
+
+
+def test_a_network_starts_from_the_layers_of_another_and_has_states_of_its_own(
+    task_folders: dict[str, str], tmp_path: Path
+) -> None:
+    shape = {"layers": 1, "hidden": 8, "bottleneck": 4}
+    torch.manual_seed(1)
+    trained = AcousticModel.preset("tiny", inputs=120, outputs=7, **shape)
+    trained.save(tmp_path / "a-run" / "lstm")
+    for named in ("a-run", "a-run/lstm"):
+        made = FrameTask(**task_folders, **shape, start_from=str(tmp_path / named)).build().state_dict()
+        for name, weights in trained.state_dict().items():
+            assert name.startswith("outputs.") or torch.equal(made[name], weights)
+        assert made["outputs.weight"].shape == (2, 4)  # as many states as the alignments have
+    fresh = FrameTask(**task_folders, **shape).build().state_dict()
+    assert not torch.equal(fresh["lstm.weight_ih_l0"], trained.state_dict()["lstm.weight_ih_l0"])
+
+
+def test_layers_that_do_not_fit_are_named(task_folders: dict[str, str], tmp_path: Path) -> None:
+    AcousticModel.preset("tiny", inputs=120, layers=1, hidden=16, bottleneck=4).save(tmp_path / "wide")
+    with pytest.raises(UsageError, match="hidden 16, not 8"):
+        FrameTask(**task_folders, layers=1, hidden=8, bottleneck=4, start_from=str(tmp_path / "wide")).build()
+    with pytest.raises(DataError, match="not a readable acoustic model"):
+        FrameTask(**task_folders, start_from=str(tmp_path / "nowhere")).build()

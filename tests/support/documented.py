@@ -83,7 +83,6 @@ INSTEAD: dict[str, str] = {
     "roundelay bench theory": "roundelay bench theory --quick",
     "roundelay bench theory --quick": "roundelay bench theory --quick",
     "roundelay bench stragglers": "roundelay bench stragglers --quick --slowdowns 10",
-    "roundelay bench stragglers --epochs 2": "roundelay bench stragglers --quick --slowdowns 10",
     "roundelay bench stragglers --quick": "roundelay bench stragglers --quick --slowdowns 10",
     "roundelay bench ksteps": "roundelay bench ksteps --quick --seeds 1",
     "roundelay bench ksteps --quick": "roundelay bench ksteps --quick --seeds 1",

@@ -126,6 +126,21 @@ class AcousticModel(nn.Module):
         self.train(was_training)
         return scores[self.shape.edge : self.shape.edge + len(features)].log_softmax(1).numpy()
 
+    def take_layers(self, folder: Path) -> None:
+        """The layers of a trained model, all but the outputs: its states are not ours."""
+        other = AcousticModel.load(folder)
+        same = ("inputs", "layers", "hidden", "bottleneck", "both_ways")
+        unlike = [name for name in same if getattr(other.shape, name) != getattr(self.shape, name)]
+        if unlike:
+            raise UsageError(
+                "that model has another shape: "
+                + ", ".join(f"{name} {getattr(other.shape, name)}, not {getattr(self.shape, name)}" for name in unlike),
+                where=str(folder),
+                do="give this one the same layers, hidden and bottleneck, and the same features",
+            )
+        taken = {name: weights for name, weights in other.state_dict().items() if not name.startswith("outputs.")}
+        self.load_state_dict({**self.state_dict(), **taken})
+
     # -- files -----------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, about: dict[str, Any] | None = None) -> None:

@@ -39,6 +39,7 @@ class FrameTask:
     valid_features, valid_alignments   the same of held-out speakers
     mask_mels, mask_frames   widest band and longest stretch that is hidden from the network while it learns; 0: none
     warp                   frequencies are stretched by up to this share while it learns, such as 0.1; 0: not
+    start_from             a trained model (a folder, or a recipe's run): its layers but the last are where training begins
     model                  a preset; layers, hidden, bottleneck, dropout change it; inputs and outputs follow from the data
     """
 
@@ -59,6 +60,7 @@ class FrameTask:
         mask_mels: int = 0,
         mask_frames: int = 0,
         warp: float = 0.0,
+        start_from: str = "",
         valid_utterances: int = 200,
     ) -> None:
         self.seed, self.window, self.margin = seed, window, margin
@@ -75,6 +77,7 @@ class FrameTask:
             edge=margin,
             **{name: value for name, value in changes.items() if value is not None},
         )
+        self._start_from = Path(start_from) if start_from else None
         self._masks = self._make_masks(mask_mels, mask_frames)
         self._warp = self._make_warp(warp)
         self._order: tuple[int, np.ndarray] | None = None
@@ -123,7 +126,11 @@ class FrameTask:
         return self.frames_per_sample * SHIFT_S
 
     def build(self) -> nn.Module:
-        return AcousticModel(self.shape)
+        model = AcousticModel(self.shape)
+        if self._start_from is not None:
+            of_a_run = self._start_from / "lstm"
+            model.take_layers(of_a_run if of_a_run.is_dir() else self._start_from)
+        return model
 
     def batch(self, epoch: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         order = self._order

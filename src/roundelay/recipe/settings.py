@@ -76,6 +76,8 @@ class Network:
     mask_frames: int = 0  # longest stretch of frames hidden likewise
     warp: float = 0.0
     """Frequencies are stretched by up to this share while it learns, as by throats of other lengths: for few speakers."""
+    start_from: str = ""
+    """A recipe's run or a model's folder: its layers but the last are where training begins. For small corpora."""
     packed: bool = False
     """Train from an archive, packed before the first epoch: the corpus is read in long stretches, whatever its size."""
     speed: float = 0.0

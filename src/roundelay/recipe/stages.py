@@ -312,6 +312,8 @@ def task_file(work: Work, settings: dict[str, Any], alignments: Path, seed: int,
         "seed": seed,
         **work.recipe.network.of_the_task(),
     }
+    if options["start_from"]:
+        options["start_from"] = str(Path(options["start_from"]).resolve())
     wanted = {"task": "roundelay.asr.task:FrameTask", "seed": seed, **settings}
     if work.recipe.network.packed:
         options["archive"] = str(archive_for(options, alignments, jobs=work.jobs, progress=work.progress, say=work.say))
