@@ -21,7 +21,7 @@ from roundelay.train.loop import Plan
 from roundelay.train.options import Options
 
 FIXED = (1, 2, 4, 8, 16, 32, 64)
-ASGD_RATES = (0.25, 0.5, 1.0)
+ASGD_RATES = (0.5, 1.0, 2.0, 4.0)
 """Times the common rate: the published finding is that ASGD needs smaller ones as learners are added."""
 RATE = 1.0
 TASK = Frames(samples=2560, held_out=256, hidden=16, frames=8)

@@ -11,7 +11,7 @@ from roundelay.report.axes import axis, short
 
 Points = Sequence[tuple[float, float]]
 COLOURS = ("#c0392b", "#2471a3", "#1e8449", "#7d3c98", "#b9770e", "#566573")
-WIDE, HIGH, LEFT, BOTTOM = 640, 320, 70, 50
+WIDE, HIGH, LEFT, BOTTOM = 640, 280, 70, 50
 MOST_TICKS = 6
 """So many different places at most are named one by one; above that round numbers are."""
 
@@ -29,7 +29,9 @@ def chart(title: str, unit: str, curves: dict[str, Points], *, across: str, from
     if not kept:
         return ""
     values = [x for points in kept.values() for x, _ in points]
-    right, top, bottom = WIDE - 20, 40, HIGH - BOTTOM
+    names_high = 16 * len(kept)  # the names stand above the curves, whatever way those go
+    high = HIGH + names_high
+    right, top, bottom = WIDE - 20, 20 + names_high, high - BOTTOM
     x_axis = axis(values, LEFT, right, log=True)
     y_axis = axis([y for points in kept.values() for _, y in points], bottom, top, zero=from_zero)
     parts = [f'<text x="{LEFT}" y="20" font-weight="bold">{html.escape(title)}</text>']
@@ -40,9 +42,9 @@ def chart(title: str, unit: str, curves: dict[str, Points], *, across: str, from
     few = sorted(set(values))
     for x in few if len(few) <= MOST_TICKS else x_axis.ticks():
         parts.append(f'<text x="{x_axis(x):.1f}" y="{bottom + 18}" text-anchor="middle">{short(x)}</text>')
-    parts.append(f'<text x="{(LEFT + WIDE) / 2}" y="{HIGH - 10}" text-anchor="middle">{html.escape(across)}</text>')
+    parts.append(f'<text x="{(LEFT + WIDE) / 2}" y="{high - 10}" text-anchor="middle">{html.escape(across)}</text>')
     parts.append(
-        f'<text x="14" y="{HIGH / 2}" text-anchor="middle" transform="rotate(-90 14 {HIGH / 2})">{html.escape(unit)}</text>'
+        f'<text x="14" y="{high / 2}" text-anchor="middle" transform="rotate(-90 14 {high / 2})">{html.escape(unit)}</text>'
     )
     for number, (name, points) in enumerate(kept.items()):
         colour, line = COLOURS[number % len(COLOURS)], [(x_axis(x), y_axis(y)) for x, y in sorted(points)]
@@ -51,4 +53,4 @@ def chart(title: str, unit: str, curves: dict[str, Points], *, across: str, from
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in line]
         parts.append(f'<text x="{right}" y="{20 + 16 * number}" text-anchor="end" fill="{colour}">{html.escape(name)}</text>')
     look = f'xmlns="http://www.w3.org/2000/svg" width="{WIDE}" font-size="12" font-family="sans-serif" style="overflow:visible"'
-    return f'<svg viewBox="0 0 {WIDE} {HIGH}" {look}>{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 {WIDE} {high}" {look}>{"".join(parts)}</svg>'
