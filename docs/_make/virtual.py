@@ -34,9 +34,10 @@ PICTURES = {"stragglers": stragglers, "batches": batches}
 
 
 def drawn(name: str) -> str:
-    """On paper of its own: the page around it may be dark."""
+    """As a file, on paper of its own: the page around it may be dark."""
     picture = PICTURES[name](json.loads((RESULTS / f"{name}.json").read_text()))
-    return picture.replace(">", '><rect width="100%" height="100%" fill="#fbfbf9"/>', 1) + "\n"
+    alone = picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return alone.replace(">", '><rect width="100%" height="100%" fill="#fbfbf9"/>', 1) + "\n"
 
 
 if __name__ == "__main__":

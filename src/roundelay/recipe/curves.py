@@ -52,5 +52,5 @@ def chart(title: str, unit: str, curves: dict[str, Points], *, across: str, from
         parts.append(f'<polyline points="{spots}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in line]
         parts.append(f'<text x="{right}" y="{20 + 16 * number}" text-anchor="end" fill="{colour}">{html.escape(name)}</text>')
-    look = f'xmlns="http://www.w3.org/2000/svg" width="{WIDE}" font-size="12" font-family="sans-serif" style="overflow:visible"'
+    look = f'width="{WIDE}" font-size="12" font-family="sans-serif" style="overflow:visible"'
     return f'<svg viewBox="0 0 {WIDE} {high}" {look}>{"".join(parts)}</svg>'
