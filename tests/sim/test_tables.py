@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command import ROUNDELAY, Jobs, descendants
 
 from roundelay import topology
 from roundelay.bench import batches, ksteps, shapes, stragglers, theory
@@ -148,3 +151,19 @@ def test_a_cell_of_the_grid_learns_and_the_control_has_noise(monkeypatch: pytest
     assert losses[2] == pytest.approx(losses[3], rel=1e-4)  # without noise it is sync
     assert found[0]["spread"] > 1e-3
     assert found[3]["spread"] < 1e-6  # looked at between rounds, never in the middle of one
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_grid_at_once_and_its_processes_with_it(number: int, jobs: Jobs) -> None:
+    job = jobs.start(ROUNDELAY, "bench", "batches", "--jobs", "2", "--keep", "kept.jsonl")
+    job.until(lambda: len(list(descendants(job.process.pid))) >= 2, "two processes")
+    time.sleep(3.0)  # until they compute; earlier the interpreter may still be starting
+    helpers = list(descendants(job.process.pid))
+    job.signal(number)
+    job.end(20.0).expect(130)  # a cell takes half a minute and more
+    assert "interrupted" in job.err
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in helpers):
+        assert time.monotonic() < deadline, "a helper outlived the command"
+        time.sleep(0.05)

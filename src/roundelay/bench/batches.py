@@ -15,8 +15,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +28,8 @@ from roundelay.bench.tasks import Frames
 from roundelay.bench.watched import Kept, learn, markdown, one_thread, say
 from roundelay.core.traits import Traits
 from roundelay.core.worker import Worker
+from roundelay.errors import RoundelayError
+from roundelay.interrupts import deaf_children
 from roundelay.sim.cluster import Machines
 from roundelay.train.loop import Plan
 from roundelay.train.options import Options
@@ -162,8 +165,18 @@ class Grid:
                 self._take(cell, run(cell))
             return
         with ProcessPoolExecutor(self.jobs, get_context("spawn")) as pool:
-            for cell, result in zip(wanted, pool.map(run, wanted), strict=True):
-                self._take(cell, result)
+            try:
+                with deaf_children():
+                    results = pool.map(run, wanted)
+                for cell, result in zip(wanted, results, strict=True):
+                    self._take(cell, result)
+            except BrokenProcessPool:
+                do = "it may have run out of memory: use fewer jobs; with --keep the same command goes on"
+                raise RoundelayError("a working process died", where=f"one of {self.jobs} jobs", do=do) from None
+            except KeyboardInterrupt:
+                for child in active_children():
+                    child.kill()  # a cell takes minutes
+                raise
 
     def _take(self, cell: Cell, result: dict[str, Any]) -> None:
         self.kept.get(cell.key, lambda: result)
