@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import pytest
 import torch
 from hypothesis import given
@@ -92,3 +94,4 @@ def test_a_displaced_tensor_is_placed_without_being_made_and_is_a_tensor_to_whoe
     assert sum_.mul_(2).tolist() == (2 * (B - A)).tolist()
     assert len(d.times) == 1
     assert torch.equal(B, torch.tensor([0.5, 4.0, -1.0]))
+    assert torch.equal(copy(B - Counted(A)), B - A)

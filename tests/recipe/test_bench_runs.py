@@ -31,3 +31,14 @@ def test_folders_of_results_differ_where_settings_do() -> None:
     assert same == mark({"batch": 8, "lr": 1.0}, Network(hidden=16))
     assert same != mark({"batch": 8, "lr": 1.0}, Network(hidden=17))
     assert same != mark({"batch": 8, "lr": 2.0}, Network(hidden=16))
+
+
+def test_a_network_to_start_from_that_is_not_there_is_noticed_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", RECIPE, "run=mine", "network.start_from=nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no run or model 'nowhere' to start from" in said
+    assert "network.start_from" in said
+    assert not list(tmp_path.iterdir())

@@ -150,4 +150,7 @@ class Displaced(Lazy):
             phi.copy_(self._tensor)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.tensor(), name)  # whoever asks for more than a sum takes it for the tensor that it is
+        """Whoever asks for more than a sum takes it for the tensor that it is."""
+        if name.startswith("_"):  # asked for while a copy is being made, before there is anything in it
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)

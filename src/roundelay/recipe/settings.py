@@ -90,6 +90,12 @@ class Network:
             raise UsageError(
                 "speed and noise are added when examples leave an archive", where="network", do="set packed = true"
             )
+        if self.start_from and not Path(self.start_from).is_dir():
+            raise UsageError(
+                f"there is no run or model '{self.start_from}' to start from",
+                where="network.start_from",
+                do="name a folder as seen from here: the run of a recipe, or one with model.json and model.safetensors",
+            )
 
     def of_the_task(self) -> dict[str, Any]:
         """What the task is told: all that is not left to the model, and how to feed it only where it is packed."""
