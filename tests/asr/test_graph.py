@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from roundelay.asr.fst import ARC, Arrays, arrays_of, fst_of, read_fst, write_arrays
 from roundelay.asr.graph import build_graph, lexicon_fingerprint, load_graph, model_fingerprint, own_graph
-from roundelay.asr.ngram import Ngram, estimate
+from roundelay.asr.ngram import Ngram, estimate, one_of
 from roundelay.asr.transducers import Symbols, grammar_fst
 from roundelay.errors import DataError, UsageError
 
@@ -76,6 +76,18 @@ def test_the_grammar_costs_what_the_model_says_and_what_kaldilm_makes_of_its_fil
         str(folder / "lm.arpa"), str(folder / "G.fst"), disambig_symbol="#0", read_symbol_table=str(folder / "words.txt")
     )
     assert sentence_cost(arrays_of(read_fst(folder / "G.fst")), symbols.backoff_word, labels) == pytest.approx(ours, abs=1e-3)
+
+
+def test_a_grammar_of_one_word_accepts_each_word_once_and_nothing_else() -> None:
+    model = one_of(ENTRIES)
+    symbols = Symbols(monophones().lexicon_phones, ENTRIES, model)
+    grammar = arrays_of(grammar_fst(model, symbols))
+    assert symbols.backoff_word not in grammar.arcs["reads"]
+    cost = {words: sentence_cost(grammar, symbols.backoff_word, [symbols.words[w] for w in words]) for words in
+            [("ONE",), ("TWO",), ("ONE", "TWO")]}  # fmt: skip
+    assert cost["ONE",] == pytest.approx(math.log(4), abs=1e-5) == cost["TWO",]
+    assert cost["ONE", "TWO"] == math.inf
+    assert not np.isfinite(grammar.final[0]), "silence is no word"
 
 
 def test_words_that_cannot_be_pronounced_are_left_out_and_listed(tmp_path: Path) -> None:

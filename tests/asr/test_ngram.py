@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundelay.asr.ngram import BEGIN, END, UNKNOWN, estimate, read_arpa
+from roundelay.asr.ngram import BEGIN, END, UNKNOWN, estimate, one_of, read_arpa
 from roundelay.errors import DataError, UsageError
 
 sentences = st.lists(st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=6), max_size=30)
@@ -70,6 +70,17 @@ def test_a_vocabulary_without_text_is_uniform() -> None:
     assert 10 ** model.log10("b", ("a", "c")) == pytest.approx(1 / 4)
     with pytest.raises(DataError, match="no word"):
         estimate([], order=2)
+
+
+def test_one_of_some_words_and_nothing_else(tmp_path: Path) -> None:
+    model = one_of(["yes", "no", "go", "go"])
+    model.write_arpa(tmp_path / "one.arpa")
+    for found in (model, read_arpa(tmp_path / "one.arpa")):
+        assert [10 ** found.sentence_log10([word]) for word in ("go", "no", "yes")] == pytest.approx([1 / 3] * 3)
+        assert found.sentence_log10([]) < -90 > found.sentence_log10(["go", "no"])
+        assert found.perplexity([["go"], ["no"]]) == pytest.approx(math.sqrt(3))
+    with pytest.raises(DataError, match="no word"):
+        one_of([])
 
 
 def test_more_of_the_past_predicts_a_text_with_memory_better() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from command import Jobs
+from safetensors.numpy import load_file
 
 from roundelay import cli, config
 from roundelay.asr.corpus import read_data_dir, write_data_dir
@@ -121,6 +123,57 @@ def test_what_is_done_is_not_done_again(done: tuple[Jobs, Path], capsys: pytest.
 
 
 @needs_digits
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(240)
+def test_a_network_begins_from_that_of_another_recipe_which_is_run_first(
+    done: tuple[Jobs, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, folder = done
+    runs, second = folder / "runs", folder / "second"
+    shutil.copytree(folder / "run", runs / "mini")
+    second.mkdir()
+    text = (folder / "mini" / "recipe.toml").read_text().replace("[network]", '[network]\nstart_from = "../mini"')
+    (second / "recipe.toml").write_text(text.replace("realign = 1", "").replace("epochs = 6.0", "epochs = 0.2"))
+    shutil.copy(folder / "mini" / "lexicon.txt", second)
+    command = ["run", str(second), f"run={runs / 'second'}", "--until", "network"]
+    assert cli.main(command) == 0
+    told = capfd.readouterr().err.splitlines()
+    begun = next(n for n, line in enumerate(told) if "it begins from the network of mini" in line)
+    assert told[begun + 1 : begun + 7] == [f"{stage.name}: done before" for stage in STAGES[:6]]
+    started = config.load(runs / "second" / "network" / "task.toml").settings.task_options["start_from"]
+    assert Path(started) == runs / "mini" / "lstm"
+    before, after = (load_file(runs / name / "lstm" / "model.safetensors") for name in ("mini", "second"))
+    moved = [np.abs(before[name] - after[name]).max() for name in before if not name.startswith("outputs.")]
+    assert 0 < max(moved) < 0.2, "a fifth of an epoch does not go far"
+
+    assert cli.main(command) == 0
+    assert "network: done before" in capfd.readouterr().err
+    (folder / "mini" / "recipe.toml").write_text((folder / "mini" / "recipe.toml").read_text() + "momentum = 0.1\n")
+    recipe = settings.load(second)
+    marked = json.loads((runs / "second" / "stages" / "network.json").read_text())["fingerprint"]
+    assert prints_of(recipe)["network"] != marked, "another beginning is another network"
+    assert prints_of(recipe)["align"] == json.loads((runs / "second" / "stages" / "align.json").read_text())["fingerprint"]
+    (folder / "mini" / "recipe.toml").write_text(RECIPE.format(root=folder / "data"))
+
+
+def prints_of(recipe: settings.Recipe) -> dict[str, str]:
+    found, before = {}, ""
+    for stage in STAGES:
+        found[stage.name] = before = fingerprint(recipe, stage, before)
+    return found
+
+
+def test_recipes_that_begin_from_each_other_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        text = f'[[source]]\nkind = "fsdd"\n[network]\nstart_from = "../{other}"\n'
+        (tmp_path / name / "recipe.toml").write_text(text)
+    assert cli.main(["run", str(tmp_path / "a"), f"run={tmp_path / 'run'}"]) == 2
+    assert "begins from another one itself" in capsys.readouterr().err
+
+
+@needs_digits
 @pytest.mark.timeout(240)
 def test_a_run_directory_is_all_that_decoding_needs(done: tuple[Jobs, Path], capsys: pytest.CaptureFixture[str]) -> None:
     _, folder = done
@@ -172,11 +225,7 @@ def test_every_recipe_can_be_read(name: str) -> None:
 
 def test_a_change_of_settings_reaches_the_stages_behind_it_and_no_other() -> None:
     def prints(*overrides: str) -> list[str]:
-        recipe, before, found = settings.load(RECIPES / "digits", list(overrides)), "", []
-        for stage in STAGES:
-            before = fingerprint(recipe, stage, before)
-            found.append(before)
-        return found
+        return list(prints_of(settings.load(RECIPES / "digits", list(overrides))).values())
 
     names = [stage.name for stage in STAGES]
     plain, other = prints(), prints("tri.leaves=77")

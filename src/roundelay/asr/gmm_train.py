@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from roundelay.asr.adapt import PRIOR_FRAMES
 from roundelay.asr.gmm import Gmm
 from roundelay.asr.hmm import SILENCE, AlignmentModel, Frontend, monophone_table
 from roundelay.asr.shards import Crew, Features, PassResult
@@ -82,6 +83,18 @@ class TriOptions:
     on_missing: OnMissing = "error"
 
 
+@dataclass(frozen=True)
+class SatOptions:
+    """passes        over the adapted corpus; every third aligns anew
+    prior_frames     frames' worth of belief that a speaker needs no transform
+    """
+
+    passes: int = 9
+    prior_frames: float = PRIOR_FRAMES
+    seed: int = 0
+    on_missing: OnMissing = "error"
+
+
 def train_mono(
     store: Features,
     corpus: Corpus,
@@ -148,6 +161,28 @@ def train_tri(
         budget = max(min(options.gaussians * model.num_pdfs, frames // FRAMES_PER_COMPONENT), model.num_pdfs)
         aligning = [n for n in range(4, options.passes + 1) if n % 3 == 1]
         schedule = _Schedule("tri", options.passes, aligning, budget, options.seed, rotating)
+        return schedule.run(model, crew, floor, say, progress)
+
+
+def train_adapted(
+    tri: AlignmentModel,
+    store: Features,
+    corpus: Corpus,
+    lexicon: Lexicon,
+    options: SatOptions | None = None,
+    *,
+    jobs: int = 1,
+    say: Say = print,
+    progress: str = "none",
+) -> AlignmentModel:
+    """The same tied states in features that were adapted to their speakers (`adapt`): what is left are sounds, not throats."""
+    options = options or SatOptions()
+    utterances = spoken_utterances(store, corpus, lexicon, options.on_missing, say)
+    model = replace_model(tri, gmm=tri.gmm, self_loop=tri.self_loop, frontend=Frontend(keep=0, deltas=0))
+    with Crew(utterances, store, lexicon, jobs) as crew:
+        floor = VARIANCE_FLOOR * _gaussian(sum(crew.call("moments", model.frontend)))[1]
+        aligning = [n for n in range(1, options.passes + 1) if n % 3 == 1]
+        schedule = _Schedule("sat", options.passes, aligning, model.gmm.components, options.seed)
         return schedule.run(model, crew, floor, say, progress)
 
 

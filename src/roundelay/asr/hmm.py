@@ -181,7 +181,8 @@ def utterance_graph(
 
 @dataclass(frozen=True)
 class Frontend:
-    """What the Gaussians see of normalised log-mel frames: cepstra with deltas, or neighbouring cepstra projected."""
+    """What the Gaussians see of normalised log-mel frames: cepstra with deltas, or neighbouring cepstra projected. With
+    keep = 0 they see frames as they are: those of a stream that has gone through a front end before."""
 
     keep: int = 13
     deltas: int = 2
@@ -189,6 +190,8 @@ class Frontend:
     matrix: Array | None = None  # float32 [dim, keep * (2 * splice + 1)]
 
     def __call__(self, static: Array) -> Array:
+        if self.keep == 0:
+            return static
         keep = min(self.keep, static.shape[1])
         if self.matrix is None:
             return cepstra(static, keep, self.deltas)
@@ -200,6 +203,12 @@ class Frontend:
         if self.matrix is None or other.matrix is None:
             return self.matrix is other.matrix
         return np.array_equal(self.matrix, other.matrix)
+
+    def dim(self, mels: int) -> int:
+        """Of what comes out."""
+        if self.keep == 0:
+            return mels
+        return min(self.keep, mels) * (self.deltas + 1) if self.matrix is None else len(self.matrix)
 
     def spliced_dim(self, mels: int) -> int:
         return min(self.keep, mels) * (2 * self.splice + 1)

@@ -69,6 +69,12 @@ PRESETS: dict[str, tuple[ModelShape, str]] = {
 }
 
 
+def model_folder(named: Path) -> Path:
+    """Where the model is: in the folder itself, or in `lstm` of a recipe's run."""
+    of_a_run = named / "lstm"
+    return of_a_run if of_a_run.is_dir() else named
+
+
 def preset_shape(name: str, **changes: Any) -> ModelShape:
     if name not in PRESETS:
         raise UsageError(f"there is no model '{name}'", where="model", do=nearest(name, PRESETS))

@@ -29,7 +29,8 @@ from roundelay.errors import DataError, UsageError
 
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 LOWEST = -99.0
-"""What ARPA files write for a probability of zero; <s> has it, since it is never predicted."""
+"""What ARPA files write for a probability of zero; <s> has it, since it is never predicted. As the back-off weight of a history
+it says that nothing else can follow."""
 HIGHEST_ORDER = 4
 FALLBACK_DISCOUNT = 0.5
 
@@ -131,6 +132,17 @@ def estimate(sentences: Iterable[Sequence[str]], order: int = 2, vocabulary: Ite
     model = _interpolate(counts, discounts, words)
     model.outside = outside
     return model
+
+
+def one_of(words: Iterable[str]) -> Ngram:
+    """A sentence is one of these words, all equally likely: nothing, or two of them, cannot be said."""
+    chosen = sorted(set(words))
+    if not chosen:
+        raise DataError("no word to choose from", do="give at least one")
+    share = -math.log10(len(chosen))
+    unigrams = {**{(word,): share for word in chosen}, (END,): share, (BEGIN,): LOWEST}
+    bigrams = {**{(BEGIN, word): share for word in chosen}, **{(word, END): 0.0 for word in chosen}}
+    return Ngram(2, [unigrams, bigrams], {(history,): LOWEST for history in (BEGIN, *chosen)})
 
 
 def _count(

@@ -2,7 +2,7 @@
 
 All have the same face: `ids`, `dim`, `frames(id)`, `speaker(id)`, `[id]` -> float32 [frames, dim]. A specification names them:
 "exp/feats" is a folder, "feats.scp" a Kaldi list, "feats.scp[cmvn,deltas]" one normalised by the cmvn.scp beside it and with
-deltas, and "a+b+c" pastes streams. Streams of one row (i-vectors) hold for the whole utterance, streams with one row for ten
+deltas, a folder of `adapt` another stream seen through its speakers' transforms, and "a+b+c" pastes streams. Streams of one row (i-vectors) hold for the whole utterance, streams with one row for ten
 frames (online i-vectors) for ten frames each; others may differ by two frames, and end with the shortest.
 """
 
@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from roundelay.asr import memory
+from roundelay.asr import adapt, memory
+from roundelay.asr.adapt import AdaptedFeatures
 from roundelay.asr.fbank import DELTA_WINDOW, add_deltas, context_deltas
 from roundelay.asr.kaldi import Matrices, read_matrices
 from roundelay.errors import DataError, UsageError
@@ -268,13 +269,15 @@ def _held(x: np.ndarray, total: int) -> np.ndarray:
     return np.repeat(x, HELD_FRAMES, axis=0)[:total]
 
 
-def from_spec(text: str) -> FeatureStore | KaldiFeatures | PastedStore:
+def from_spec(text: str) -> FeatureStore | KaldiFeatures | AdaptedFeatures | PastedStore:
     """Opens what a specification names: a folder of features, a Kaldi list, or several with '+' between them."""
     return PastedStore.from_spec(text) if "+" in text and not Path(text).is_dir() else _open_stream(text.strip())
 
 
-def _open_stream(part: str) -> FeatureStore | KaldiFeatures:
+def _open_stream(part: str) -> FeatureStore | KaldiFeatures | AdaptedFeatures:
     path, _, options = part.partition("[")
+    if path and not options and (Path(path) / adapt.ABOUT).is_file():
+        return adapt.load(Path(path), FeatureStore.open(adapt.below(Path(path))))
     if path and not options and Path(path).is_dir():
         return FeatureStore.open(path)
     chosen = {word.strip() for word in options.rstrip("]").split(",") if word.strip()}

@@ -20,7 +20,7 @@ from roundelay.asr.align import Alignments, matched
 from roundelay.asr.fbank import SHIFT_S
 from roundelay.asr.features import from_spec
 from roundelay.asr.masking import Masks
-from roundelay.asr.model import AcousticModel, ModelShape, preset_shape
+from roundelay.asr.model import AcousticModel, ModelShape, model_folder, preset_shape
 from roundelay.asr.store import FeatureStore, PastedStore, Stream
 from roundelay.asr.warping import Warp
 from roundelay.errors import UsageError
@@ -128,8 +128,7 @@ class FrameTask:
     def build(self) -> nn.Module:
         model = AcousticModel(self.shape)
         if self._start_from is not None:
-            of_a_run = self._start_from / "lstm"
-            model.take_layers(of_a_run if of_a_run.is_dir() else self._start_from)
+            model.take_layers(model_folder(self._start_from))
         return model
 
     def batch(self, epoch: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -157,9 +157,10 @@ def grammar_fst(ngram: Ngram, symbols: Symbols) -> Any:
                 number = symbols.words[word]
                 made.arc(place[history], number, number, _cost(probability) + skipped, target)
     for history, state in place.items():
-        if history:
+        weight = ngram.backoffs.get(history, 0.0)
+        if history and weight > LOWEST:
             target, skipped = known_suffix(history[1:])
-            made.arc(state, symbols.backoff_word, EPSILON, _cost(ngram.backoffs.get(history, 0.0)) + skipped, target)
+            made.arc(state, symbols.backoff_word, EPSILON, _cost(weight) + skipped, target)
     kaldifst.connect(made.fst)
     if made.fst.start < 0:
         raise DataError("the language model allows no sentence", do="check that it predicts </s>")

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from roundelay import interrupts
+from roundelay.asr.model import model_folder
 from roundelay.errors import UsageError, nearest
 from roundelay.recipe import given, stages
-from roundelay.recipe.settings import Recipe
+from roundelay.recipe.settings import Recipe, load
 from roundelay.recipe.stages import Work
 
 
@@ -30,13 +31,26 @@ class Stage:
     """What it does, in a sentence for people who have not done this before."""
 
 
+def begun_elsewhere(train: Callable[[Work], Any]) -> Callable[[Work], Any]:
+    """Training, after the recipe whose network it begins from has come as far as its own."""
+
+    def do(work: Work) -> Any:
+        before = stages.recipe_before(work)
+        if before is not None:
+            work.say(f"  it begins from the network of {before.recipe.folder.name}, in {before.run}")
+            run_stages(before, road_of(before.recipe), "network")
+        return train(work)
+
+    return do
+
+
 STAGES = (
     Stage("data", stages.data, ("sources", "dev_share", "seed", "words", "speeds")),
     Stage("features", stages.features, ("features",)),
     Stage("mono", stages.mono, ("mono",)),
     Stage("tri", stages.tri, ("tri",), ("tri", "lstm")),
     Stage("align", stages.align, (), ("lstm",)),
-    Stage("network", stages.network, ("network", "train", "seed", "realign"), ("lstm",)),
+    Stage("network", begun_elsewhere(stages.network), ("network", "train", "seed", "realign"), ("lstm",)),
     Stage("graph", stages.graph, ("words",)),
     Stage("decode", stages.decode, ("decode", "scales", "dev_utterances", "systems")),
     Stage("score", stages.score_all, ()),
@@ -53,15 +67,19 @@ TRAINED_ON = (
 )
 GIVEN_STAGES = (
     Stage("states", given.states, tuple(f"given.{key}" for key in TRAINED_ON)),
-    Stage("network", given.network, ("network", "train", "seed")),
+    Stage("network", begun_elsewhere(given.network), ("network", "train", "seed")),
     Stage("decode", given.decode, ("given", "decode", "scales", "dev_utterances")),
     Stage("score", given.score_all, ()),
 )
 
 
+def road_of(recipe: Recipe) -> Sequence[Stage]:
+    return GIVEN_STAGES if recipe.given is not None else STAGES
+
+
 def run_recipe(work: Work, until: str = "") -> dict[str, Any]:
     """All stages (or those up to `until`); returns what result.json holds, so far as it is there."""
-    run_stages(work, GIVEN_STAGES if work.recipe.given is not None else STAGES, until)
+    run_stages(work, road_of(work.recipe), until)
     result = work.run / "result.json"
     return json.loads(result.read_text()) if result.exists() and not until else {}
 
@@ -101,7 +119,21 @@ def run_stages(work: Work, road: Sequence[Stage], until: str = "") -> None:
 def fingerprint(recipe: Recipe, stage: Stage, before: str) -> str:
     """Of everything that decides what a stage gives: its settings and the stages before it."""
     parts = {name: recipe.part(name) for name in stage.parts}
+    if "network" in parts and recipe.network.start_from:
+        parts["network"]["start_from"] = beginning_of(recipe)
     return hashlib.sha256(json.dumps([before, stage.name, parts], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def beginning_of(recipe: Recipe) -> str:
+    """What the network begins from, as a fingerprint: all that decides another recipe's network, or the weights themselves."""
+    if recipe.starts_after is None:
+        return stages.weights_mark(model_folder(Path(recipe.network.start_from)))
+    before, print_before = load(recipe.starts_after), ""
+    for stage in road_of(before):
+        print_before = fingerprint(before, stage, print_before)
+        if stage.name == "network":
+            break
+    return print_before
 
 
 def table(result: dict[str, Any]) -> str:

@@ -77,7 +77,8 @@ class Network:
     warp: float = 0.0
     """Frequencies are stretched by up to this share while it learns, as by throats of other lengths: for few speakers."""
     start_from: str = ""
-    """A recipe's run or a model's folder: its layers but the last are where training begins. For small corpora."""
+    """Another recipe (a folder beside this one, such as ../spoken: it is run first), a run, or a model's folder: that network's
+    layers but the last are where training begins. For small corpora."""
     packed: bool = False
     """Train from an archive, packed before the first epoch: the corpus is read in long stretches, whatever its size."""
     speed: float = 0.0
@@ -89,12 +90,6 @@ class Network:
         if (self.speed or self.noise) and not self.packed:
             raise UsageError(
                 "speed and noise are added when examples leave an archive", where="network", do="set packed = true"
-            )
-        if self.start_from and not Path(self.start_from).is_dir():
-            raise UsageError(
-                f"there is no run or model '{self.start_from}' to start from",
-                where="network.start_from",
-                do="name a folder as seen from here: the run of a recipe, or one with model.json and model.safetensors",
             )
 
     def of_the_task(self) -> dict[str, Any]:
@@ -168,6 +163,29 @@ class Recipe:
     given: Given | None = None
     """Instead of sources: features and alignments made elsewhere."""
 
+    def __post_init__(self) -> None:
+        named = self.network.start_from
+        if named and self.starts_after is None and not Path(named).is_dir():
+            raise UsageError(
+                f"there is no recipe, run or model '{named}' to start from",
+                where="network.start_from",
+                do="name a recipe as seen from this one's folder; or as seen from here the run of a recipe, or a folder with "
+                "model.json and model.safetensors",
+            )
+        if self.starts_after is not None and "start_from" in read_tree(self.starts_after / FILE).get("network", {}):
+            raise UsageError(
+                f"the network of '{self.starts_after.name}' begins from another one itself",
+                where="network.start_from",
+                do="name a recipe whose network begins from nothing",
+            )
+
+    @property
+    def starts_after(self) -> Path | None:
+        """The recipe whose network this one's begins from."""
+        named = self.network.start_from
+        beside = (self.folder / named).resolve()
+        return beside if named and (beside / FILE).is_file() else None
+
     def part(self, name: str) -> Any:
         """A section, or `section.key`, as plain data, for fingerprints."""
         table, _, key = name.partition(".")
@@ -203,13 +221,17 @@ def load(where: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Reci
         raise UsageError(
             f"there is no recipe at {where}", where="RECIPE", do="name a folder with a recipe.toml, such as recipes/spoken"
         )
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"the recipe is not valid TOML: {error}", where=str(path), do="mend that line") from error
+    tree = read_tree(path)
     for item in overrides:
         override(tree, item)
     return build(tree, path)
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the recipe is not valid TOML: {error}", where=str(path), do="mend that line") from error
 
 
 def set_apart(items: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:

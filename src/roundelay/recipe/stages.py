@@ -8,6 +8,7 @@ decode     hypotheses of every system, acoustic scale from dev      score      w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -31,15 +32,15 @@ from roundelay.asr.gmm_train import train_mono, train_tri
 from roundelay.asr.graph import Graph, build_graph
 from roundelay.asr.hmm import AlignmentModel
 from roundelay.asr.lexicon import Lexicon, pronounce
-from roundelay.asr.model import AcousticModel
-from roundelay.asr.ngram import estimate
+from roundelay.asr.model import WEIGHTS_FILE, AcousticModel, model_folder
+from roundelay.asr.ngram import estimate, one_of
 from roundelay.asr.score import paired, read_text, score, write_text
 from roundelay.asr.speeds import at_other_speeds
 from roundelay.asr.store import Stream
 from roundelay.core.events import read_events
 from roundelay.errors import DataError, Interrupted, RoundelayError, UsageError
 from roundelay.recipe.pack import archive_for
-from roundelay.recipe.settings import Recipe, Source, section
+from roundelay.recipe.settings import Recipe, Source, load, section
 from roundelay.recipe.systems import SYSTEMS, System, graph_of, open_system, save_network
 from roundelay.report.reading import EVENTS, engine_folder
 from roundelay.train.board import FOLDER, Board
@@ -280,7 +281,9 @@ def train_network(
 ) -> None:
     """Runs the engine; an interrupted run of the same settings on the same alignments goes on."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = f"# alignments {origin_of_alignments(work)}\n" + task_file(work, settings, alignments, seed, features)
+    begun = beginning(work)
+    origins = f"# alignments {origin_of_alignments(work)}" + (f", begun from {weights_mark(begun)}" if begun else "")
+    text = f"{origins}\n" + task_file(work, settings, alignments, seed, features)
     file = folder / TASK_FILE
     if not file.exists() or file.read_text() != text:
         fresh(folder)
@@ -301,6 +304,35 @@ def origin_of_alignments(work: Work) -> str:
     return next((json.loads(mark.read_text())["fingerprint"] for mark in marks if mark.exists()), "of unknown origin")
 
 
+def recipe_before(work: Work) -> Work | None:
+    """The recipe whose network this one's begins from; its run stands beside this one's."""
+    folder = work.recipe.starts_after
+    if folder is None:
+        return None
+    return replace(work, recipe=load(folder), run=work.run.resolve().parent / folder.name)
+
+
+def beginning(work: Work) -> Path | None:
+    """The folder of the model that training begins from."""
+    before = recipe_before(work)
+    if before is not None:
+        return before.run / "lstm"
+    named = work.recipe.network.start_from
+    return model_folder(Path(named)) if named else None
+
+
+def weights_mark(folder: Path) -> str:
+    """Sixteen digits that differ where a model's weights do."""
+    try:
+        return hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise DataError(
+            f"the network to start from cannot be read: {error}",
+            where=f"network.start_from, {folder}",
+            do="name a recipe, a finished run, or a folder with model.json and model.safetensors",
+        ) from error
+
+
 def task_file(work: Work, settings: dict[str, Any], alignments: Path, seed: int, features: dict[str, str] | None = None) -> str:
     run = work.run.resolve()
     of = features or {name: str(run / "features" / name) for name in ("train", "dev")}
@@ -312,8 +344,9 @@ def task_file(work: Work, settings: dict[str, Any], alignments: Path, seed: int,
         "seed": seed,
         **work.recipe.network.of_the_task(),
     }
-    if options["start_from"]:
-        options["start_from"] = str(Path(options["start_from"]).resolve())
+    begun = beginning(work)
+    if begun is not None:
+        options["start_from"] = str(begun.resolve())
     wanted = {"task": "roundelay.asr.task:FrameTask", "seed": seed, **settings}
     if work.recipe.network.packed:
         options["archive"] = str(archive_for(options, alignments, jobs=work.jobs, progress=work.progress, say=work.say))
@@ -339,7 +372,8 @@ def finish_network(work: Work, trained: Path, folder: Path) -> None:
 def graph(work: Work) -> None:
     lexicon = work.lexicon()
     sentences = [line.split() for line in (work.run / "data" / "lm.txt").read_text().splitlines() if line.strip()]
-    lm = estimate(sentences, order=work.recipe.words.order, vocabulary=sorted(lexicon.entries))
+    order = work.recipe.words.order
+    lm = one_of(lexicon.entries) if work.recipe.words.one_word else estimate(sentences, order, sorted(lexicon.entries))
     lm.write_arpa(work.run / "lm.arpa")
     perplexity, unknown = {}, {}
     for name in work.sets():
@@ -347,7 +381,7 @@ def graph(work: Work) -> None:
         fit = lm.measure(text)
         perplexity[name], unknown[name] = fit.perplexity, fit.outside.total() / max(1, sum(map(len, text)))
         work.say(f"  {name}: perplexity {perplexity[name]:.1f}; {100 * unknown[name]:.1f} % of the words are unknown to it")
-    about = {"order": work.recipe.words.order, "words": len(lexicon.entries), "sentences": len(sentences)}
+    about = {"order": lm.order, "words": len(lexicon.entries), "sentences": len(sentences)}
     (work.run / "lm.json").write_text(json.dumps({**about, "perplexity": perplexity, "unknown": unknown}))
     for system, folder in (("mono", "graph-mono"), ("tri", "graph-tri")):
         if (work.run / system).is_dir():
