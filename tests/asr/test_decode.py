@@ -12,6 +12,7 @@ from decoding import Entries, Pronounced, TiedModel, clear_scores, exhaustive, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roundelay.asr import decode
 from roundelay.asr.decode import DecodeOptions, Decoder, _middle_of_best, choose_scale, decode_all
 from roundelay.asr.fst import arrays_of, read_fst, write_arrays
 from roundelay.asr.gmm import Gmm
@@ -19,7 +20,7 @@ from roundelay.asr.graph import Graph, build_graph, load_graph, own_graph
 from roundelay.asr.hmm import AlignmentModel
 from roundelay.asr.kaldi import write_matrices
 from roundelay.asr.lexicon import Lexicon
-from roundelay.asr.ngram import estimate
+from roundelay.asr.ngram import estimate, one_of
 from roundelay.asr.score import score
 from roundelay.errors import DataError, UsageError
 
@@ -191,6 +192,20 @@ def test_an_utterance_cut_off_gives_its_best_path_so_far_and_is_counted(tmp_path
     assert decoded.unfinished == ["short"]
     assert decoded["enough"].words == ("long",)
     assert np.isfinite(decoded["short"].score)
+
+
+@pytest.mark.parametrize(("beam", "words"), [(1.0, ()), (3.0, ("A",)), (6.0, ("A",))])
+def test_a_search_that_lost_the_way_to_the_end_is_done_again_with_a_wider_beam(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beam: float, words: tuple[str, ...]
+) -> None:
+    # Silence fits best to the last frame, yet a sentence is one word: beam 6 keeps the word, beam 3 keeps it when three times
+    # as wide, beam 1 never does.
+    monkeypatch.setattr(decode, "FEWEST_ACTIVE", 0)
+    model = TiedModel(["SIL", "A"], 4, 1, np.full(4, 0.5), lambda left, phone, right, state: 2 * phone + state, 2, 2)
+    graph = build_graph(model, Pronounced({"A": [(("A",), 1.0)]}), one_of(["A"]), tmp_path)
+    scores = np.tile(np.array([0, 0, -2, -2], np.float32), (10, 1))
+    found = Decoder(graph, DecodeOptions(beam=beam, acoustic_scale=1.0)).decode(scores)
+    assert (found.words, found.final) == (words, bool(words))
 
 
 # ---------------------------------------------------------------------------------------------------------- mistakes

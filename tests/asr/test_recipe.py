@@ -15,8 +15,9 @@ from safetensors.numpy import load_file
 from roundelay import cli, config
 from roundelay.asr.corpus import read_data_dir, write_data_dir
 from roundelay.asr.kaldi import read_matrices
+from roundelay.errors import UsageError
 from roundelay.recipe import settings
-from roundelay.recipe.runner import STAGES, fingerprint
+from roundelay.recipe.runner import STAGES, Stage, fingerprint
 
 DATA = Path(os.environ.get("ROUNDELAY_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 DIGITS = DATA / "fsdd"
@@ -117,7 +118,9 @@ def test_what_is_done_is_not_done_again(done: tuple[Jobs, Path], capsys: pytest.
     before = (folder / "run" / "lstm" / "model.safetensors").stat().st_mtime_ns
     assert cli.main(["run", str(folder / "mini"), f"run={folder / 'run'}"]) == 0
     told = capsys.readouterr()
-    assert [line for line in told.err.splitlines() if "done before" in line] == [f"{s.name}: done before" for s in STAGES]
+    assert [line for line in told.err.splitlines() if "done before" in line] == [
+        f"{s.name}: done before" for s in usual_stages()
+    ]
     assert "lstm" in told.out
     assert (folder / "run" / "lstm" / "model.safetensors").stat().st_mtime_ns == before
 
@@ -140,7 +143,7 @@ def test_a_network_begins_from_that_of_another_recipe_which_is_run_first(
     assert cli.main(command) == 0
     told = capfd.readouterr().err.splitlines()
     begun = next(n for n, line in enumerate(told) if "it begins from the network of mini" in line)
-    assert told[begun + 1 : begun + 7] == [f"{stage.name}: done before" for stage in STAGES[:6]]
+    assert told[begun + 1 : begun + 7] == [f"{stage.name}: done before" for stage in usual_stages()[:6]]
     started = config.load(runs / "second" / "network" / "task.toml").settings.task_options["start_from"]
     assert Path(started) == runs / "mini" / "lstm"
     before, after = (load_file(runs / name / "lstm" / "model.safetensors") for name in ("mini", "second"))
@@ -157,9 +160,58 @@ def test_a_network_begins_from_that_of_another_recipe_which_is_run_first(
     (folder / "mini" / "recipe.toml").write_text(RECIPE.format(root=folder / "data"))
 
 
+def usual_stages() -> list[Stage]:
+    """Those of a recipe that does not adapt to speakers."""
+    return [stage for stage in STAGES if stage.name != "sat"]
+
+
+@needs_digits
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(240)
+def test_systems_adapted_to_speakers_go_the_whole_road(done: tuple[Jobs, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    jobs, folder = done
+    adapted, run = folder / "adapted", folder / "run-adapted"
+    shutil.copytree(folder / "run", run)  # up to its alignments there is nothing to do again
+    adapted.mkdir()
+    text = (folder / "mini" / "recipe.toml").read_text().replace("realign = 1", 'systems = ["tri", "sat", "lstm"]')
+    text = text.replace("[network]", "[sat]\npasses = 4\n[network]\nadapted = true").replace("epochs = 6.0", "epochs = 4.0")
+    (adapted / "recipe.toml").write_text(text)
+    shutil.copy(folder / "mini" / "lexicon.txt", adapted)
+    ended = jobs.run("run", str(adapted), f"run={run}", "--json", timeout_s=200).expect(0)
+    result = {r["name"]: r for r in json.loads(ended.out)["systems"]}
+    assert list(result) == ["tri", "sat", "lstm"]
+    assert max(r["wer"] for r in result.values()) < 40
+    shape = json.loads((run / "lstm" / "model.json").read_text())
+    assert (shape["adapted"], shape["shape"]["inputs"]) == (True, 160), "forty adapted values beside 120"
+    data = str(folder / "data" / "test")
+    for system in ("sat", "lstm"):  # from recordings alone, both passes
+        assert cli.main(["decode", str(run), "--data", data, "--system", system, "--jobs", "1", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["wer"] == result[system]["wer"]
+        out = str(folder / f"adapted-{system}")
+        assert cli.main(["align", str(run), "--data", data, "--out", out, "--system", system, "--jobs", "1"]) == 0
+    out = folder / "exported-adapted"
+    assert cli.main(["export", str(run), str(out), "--posteriors", data, "--jobs", "1"]) == 0
+    assert len(read_matrices(out / "post.scp")) == 40
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["network.adapted=true"], "nothing adapts them"),
+        (['systems=["sat","tri"]'], "sat adapts to what tri has recognised"),
+        (['systems=["tri","sat","lstm"]', "network.adapted=true", "network.warp=0.1"], "do not fit adapted features"),
+    ],
+)
+def test_settings_of_adaptation_that_contradict_each_other_are_refused(overrides: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        settings.load(RECIPES / "librispeech", overrides)
+
+
 def prints_of(recipe: settings.Recipe) -> dict[str, str]:
     found, before = {}, ""
-    for stage in STAGES:
+    for stage in usual_stages():
         found[stage.name] = before = fingerprint(recipe, stage, before)
     return found
 
@@ -227,7 +279,7 @@ def test_a_change_of_settings_reaches_the_stages_behind_it_and_no_other() -> Non
     def prints(*overrides: str) -> list[str]:
         return list(prints_of(settings.load(RECIPES / "digits", list(overrides))).values())
 
-    names = [stage.name for stage in STAGES]
+    names = [stage.name for stage in usual_stages()]
     plain, other = prints(), prints("tri.leaves=77")
     changed = [name for name, a, b in zip(names, plain, other, strict=True) if a != b]
     assert changed == names[names.index("tri") :]

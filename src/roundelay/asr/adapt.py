@@ -1,8 +1,8 @@
 """Features in a space of each speaker's own: transforms estimated from what the speaker said, or seems to have said.
 
 A stream of adapted features holds for every utterance what the Gaussians of a trained model would see of it, through the
-transform of its speaker. It has the face of any stream, so it trains mixtures, and pasted beside log-mels it feeds a network, as
-fMLLR streams do in the published systems.
+transform of its speaker. It has the face of any stream, so it trains mixtures, and pasted beside log-mels it feeds a network,
+as fMLLR streams do in the published systems.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ABOUT, ARRAYS = "adapted.json", "adapted.safetensors"
 FRONTEND, SPEAKER = "frontend", "speaker "
 """Names of arrays: the front end's matrix, and every speaker's transform behind the speaker's name."""
-PRIOR_FRAMES = 100.0
+PRIOR_FRAMES = 20.0
 
 
 class AdaptedFeatures:
@@ -41,6 +41,7 @@ class AdaptedFeatures:
         self.base, self.frontend, self.transforms = base, frontend, dict(transforms)
         self.ids, self.name = base.ids, f"{base.name} (adapted)"
         self.dim = self.static_dim = frontend.dim(base.static(base.ids[0]).shape[1])
+        self.total_frames = sum(base.frames(id) for id in self.ids)
 
     def frames(self, id: str) -> int:
         return self.base.frames(id)
@@ -106,12 +107,14 @@ def adapt(
     jobs: int = 1,
     progress: str = "auto",
 ) -> AdaptedFeatures:
-    """Transforms from words by utterance: transcripts where there are some, or what a first pass has recognised."""
+    """Transforms from words by utterance: transcripts where there are some, or what a first pass has recognised. Everybody's
+    speech counts as if the model itself had said `prior_frames` in the same voice: who says little is changed little."""
     speakers: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
     for id in base.ids:
         if said.get(id):
             speakers.setdefault(base.speaker(id), []).append((id, tuple(said[id])))
-    work = partial(_transform, model=model, base=base, lexicon=lexicon, prior_frames=prior_frames)
+    prior = SpeakerStatistics.expected(model.gmm, prior_frames)
+    work = partial(_transform, model=model, base=base, lexicon=lexicon, prior=prior)
     names = sorted(speakers)
     found = ordered(
         work, [speakers[name] for name in names], jobs=jobs, progress=progress, chunk=4, what="adapting", unit="speakers"
@@ -120,7 +123,11 @@ def adapt(
 
 
 def _transform(
-    spoken: Sequence[tuple[str, tuple[str, ...]]], model: AlignmentModel, base: Stream, lexicon: Lexicon, prior_frames: float
+    spoken: Sequence[tuple[str, tuple[str, ...]]],
+    model: AlignmentModel,
+    base: Stream,
+    lexicon: Lexicon,
+    prior: SpeakerStatistics,
 ) -> Array:
     statistics = SpeakerStatistics.empty(model.gmm.dim)
     for id, words in spoken:
@@ -133,4 +140,4 @@ def _transform(
         for phone, begin, end in found.phones:
             heard[begin:end] = phone != SILENCE  # pauses are the room's, not the speaker's
         statistics.accumulate(x[heard], found.pdfs[heard], model.gmm)
-    return statistics.transform(prior_frames)
+    return (statistics + prior).transform()

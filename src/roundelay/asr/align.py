@@ -21,7 +21,7 @@ from roundelay.errors import DataError
 if TYPE_CHECKING:
     from roundelay.asr.corpus import Corpus, Utterance
     from roundelay.asr.lexicon import Lexicon
-    from roundelay.asr.store import FeatureStore, Stream
+    from roundelay.asr.store import Stream
 
 __all__ = ["Alignments", "MonoOptions", "TriOptions", "align_all", "matched", "train_mono", "train_tri", "write_states"]
 
@@ -95,7 +95,7 @@ class Alignments:
 
 def align_all(
     model: AlignmentModel,
-    store: FeatureStore,
+    store: Stream,
     corpus: Corpus,
     lexicon: Lexicon,
     folder: Path,
@@ -180,7 +180,7 @@ def _write(
     return Alignments.open(folder)
 
 
-def _align_one(utterance: Utterance, model: AlignmentModel, store: FeatureStore, lexicon: Lexicon) -> Alignment | str:
+def _align_one(utterance: Utterance, model: AlignmentModel, store: Stream, lexicon: Lexicon) -> Alignment | str:
     graph = model.graph(utterance.words, lexicon, utterance.id)
     try:
         return model.align_features(model.features(store.static(utterance.id)), utterance.words, graph, utterance.id)

@@ -37,6 +37,8 @@ from roundelay.progress import Progress
 SCALES = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
 FRAME_S = 0.01
 FEWEST_ACTIVE = 20
+WIDER = 3.0
+"""The second beam over the first."""
 WAITING_PER_JOB = 4
 """Score matrices on their way to each process: enough that none idles, few enough to hold in memory."""
 
@@ -93,17 +95,23 @@ class Decoder:
         self.graph = graph if isinstance(graph, Graph) else load_graph(graph)
         self._names = _read_words(self.graph.words)
         self._fst, self.num_pdfs, self._exact_pdfs = _load(self.graph, self._names)
-        least = min(FEWEST_ACTIVE, self.options.max_active - 1)
-        self._search = kaldi_decoder.FasterDecoder(
-            self._fst,
-            kaldi_decoder.FasterDecoderOptions(beam=self.options.beam, max_active=self.options.max_active, min_active=least),
-        )
+        self._search, self._wider = self._searching(1.0), self._searching(WIDER)
+
+    def _searching(self, wider: float) -> Any:
+        beam, most = wider * self.options.beam, int(wider * self.options.max_active)
+        options = kaldi_decoder.FasterDecoderOptions(beam=beam, max_active=most, min_active=min(FEWEST_ACTIVE, most - 1))
+        return kaldi_decoder.FasterDecoder(self._fst, options)
 
     def decode(self, loglikes: np.ndarray, name: str = "", *, scale: float | None = None) -> Hypothesis:
-        """The best words; scale overrides the acoustic scale of the options."""
-        self._search.decode(kaldi_decoder.DecodableCtc(self._scaled(loglikes, name, scale)))
-        final = bool(self._search.reached_final())
-        some, path = self._search.get_best_path()
+        """The best words; scale overrides the acoustic scale of the options. A search that ends within a sentence has lost the
+        way to its end, and is done again with a wider beam."""
+        scores = kaldi_decoder.DecodableCtc(self._scaled(loglikes, name, scale))
+        for search in (self._search, self._wider):
+            search.decode(scores)
+            final = bool(search.reached_final())
+            if final:
+                break
+        some, path = search.get_best_path()
         if not some:
             return Hypothesis((), -math.inf, False)
         _, _, labels, cost = kaldifst.get_linear_symbol_sequence(path)

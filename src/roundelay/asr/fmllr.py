@@ -1,4 +1,4 @@
-"""Features fitted to a speaker: the affine transform of what the Gaussians see under which the tied states suit the speech best.
+"""Features fitted to a speaker: the affine transform of what the Gaussians see that suits the tied states best.
 
     y_t = A x_t + b       maximising   sum_t  log p(y_t | state of t) + log |det A|
 
@@ -25,49 +25,57 @@ class SpeakerStatistics:
 
     quadratic: Array  # float64 [dim, dim + 1, dim + 1]
     linear: Array  # float64 [dim, dim + 1]
-    square: Array  # float64 [dim + 1, dim + 1]: z z', unweighed
     frames: float = 0.0
 
     @classmethod
     def empty(cls, dim: int) -> SpeakerStatistics:
-        return cls(np.zeros((dim, dim + 1, dim + 1)), np.zeros((dim, dim + 1)), np.zeros((dim + 1, dim + 1)))
+        return cls(np.zeros((dim, dim + 1, dim + 1)), np.zeros((dim, dim + 1)))
+
+    @classmethod
+    def expected(cls, gmm: Gmm, frames: float) -> SpeakerStatistics:
+        """Of so many frames that the mixtures themselves have drawn, every pdf equally often: the identity suits them best."""
+        found = cls.empty(gmm.dim)
+        share = gmm.weight.astype(np.float64)[:, None] * frames / gmm.weight.sum()
+        mean, variance = gmm.mean.astype(np.float64), gmm.variance.astype(np.float64)
+        z = _with_one(mean)
+        for d in range(gmm.dim):
+            weighed = share / variance[:, d : d + 1]
+            found.quadratic[d] = (z * weighed).T @ z + np.diag(np.append((weighed * variance).sum(0), 0.0))
+        found.linear = (share * mean / variance).T @ z
+        found.frames = frames
+        return found
 
     def accumulate(self, x: Array, pdfs: Array, gmm: Gmm) -> None:
         """Frames [T, dim] aligned to pdfs [T]."""
         precision, pulled = _pulls(x, pdfs, gmm)
-        z = np.hstack([x.astype(np.float64), np.ones((len(x), 1))])
+        z = _with_one(x.astype(np.float64))
         for d in range(x.shape[1]):
             self.quadratic[d] += (z * precision[:, d : d + 1]).T @ z
         self.linear += pulled.T @ z
-        self.square += z.T @ z
         self.frames += len(x)
 
-    def transform(self, prior_frames: float = 0.0) -> Array:
-        """float64 [dim, dim + 1]: A and, in the last column, b. The prior is so many frames like the speaker's that are
-        content with the identity; without a frame the identity is all there is."""
+    def __add__(self, other: SpeakerStatistics) -> SpeakerStatistics:
+        return SpeakerStatistics(self.quadratic + other.quadratic, self.linear + other.linear, self.frames + other.frames)
+
+    def transform(self) -> Array:
+        """float64 [dim, dim + 1]: A and, in the last column, b. Needs as many frames as make its matrices regular; a prior
+        (`expected`) always does."""
         dim = len(self.linear)
         matrix = np.eye(dim, dim + 1)
-        if self.frames == 0:
-            return matrix
-        quadratic, linear = self.quadratic.copy(), self.linear.copy()
-        usual = self.square / self.frames
-        for d in range(dim):
-            weight = prior_frames * self.quadratic[d, dim, dim] / self.frames
-            quadratic[d] += weight * usual
-            linear[d] += weight * usual[d]
-        total = self.frames + prior_frames
-        # So little that a matrix cannot be inverted must not end a recipe: what the frames do not say is left to the prior.
-        quadratic += 1e-6 * np.trace(quadratic, axis1=1, axis2=2)[:, None, None] / (dim + 1) * np.eye(dim + 1)
-        inverses = np.linalg.inv(quadratic)
+        inverses = np.linalg.inv(self.quadratic)
         for _ in range(SWEEPS):
             for d in range(dim):
-                matrix[d] = _best_row(matrix, d, inverses[d], linear[d], total)
+                matrix[d] = _best_row(matrix, d, inverses[d], self.linear[d], self.frames)
         return matrix
 
 
+def _with_one(x: Array) -> Array:
+    return np.hstack([x, np.ones((len(x), 1))])
+
+
 def _best_row(matrix: Array, d: int, inverse: Array, linear: Array, frames: float) -> Array:
-    """The row that maximises frames * log |c w| + linear w - w' G w / 2, where c are the row's cofactors: w = (a c + linear) G^-1
-    with a one of the roots of a quadratic."""
+    """The row that maximises frames * log |c w| + linear w - w' G w / 2, where c are the row's cofactors:
+    w = (a c + linear) G^-1, with a one of the roots of a quadratic."""
     dim = len(matrix)
     cofactors = np.append(np.linalg.inv(matrix[:, :dim])[:, d], 0.0)
     curved, sloped = cofactors @ inverse @ cofactors, cofactors @ inverse @ linear

@@ -140,8 +140,8 @@ def one_of(words: Iterable[str]) -> Ngram:
     if not chosen:
         raise DataError("no word to choose from", do="give at least one")
     share = -math.log10(len(chosen))
-    unigrams = {**{(word,): share for word in chosen}, (END,): share, (BEGIN,): LOWEST}
-    bigrams = {**{(BEGIN, word): share for word in chosen}, **{(word, END): 0.0 for word in chosen}}
+    unigrams: dict[Gram, float] = {**{(word,): share for word in chosen}, (END,): share, (BEGIN,): LOWEST}
+    bigrams: dict[Gram, float] = {**{(BEGIN, word): share for word in chosen}, **{(word, END): 0.0 for word in chosen}}
     return Ngram(2, [unigrams, bigrams], {(history,): LOWEST for history in (BEGIN, *chosen)})
 
 

@@ -1,9 +1,10 @@
 """Features on disk: our folders mapped into memory, Kaldi's feats.scp, and several of them side by side.
 
 All have the same face: `ids`, `dim`, `frames(id)`, `speaker(id)`, `[id]` -> float32 [frames, dim]. A specification names them:
-"exp/feats" is a folder, "feats.scp" a Kaldi list, "feats.scp[cmvn,deltas]" one normalised by the cmvn.scp beside it and with
-deltas, a folder of `adapt` another stream seen through its speakers' transforms, and "a+b+c" pastes streams. Streams of one row (i-vectors) hold for the whole utterance, streams with one row for ten
-frames (online i-vectors) for ten frames each; others may differ by two frames, and end with the shortest.
+"exp/feats" is a folder (of features, or of the transforms that adapt other features to their speakers), "feats.scp" a Kaldi
+list, "feats.scp[cmvn,deltas]" one normalised by the cmvn.scp beside it and with deltas, and "a+b+c" pastes streams. Streams of
+one row (i-vectors) hold for the whole utterance, streams with one row for ten frames (online i-vectors) for ten frames each;
+others may differ by two frames, and end with the shortest.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def add(command: Command) -> None:
     p.add_argument("run", metavar="RUN", help="a run directory of a recipe")
     p.add_argument("--data", required=True, metavar="DIR")
     p.add_argument("--out", required=True, metavar="DIR")
-    p.add_argument("--system", default="tri", choices=["mono", "tri", "lstm"])
+    p.add_argument("--system", default="tri", choices=["mono", "tri", "sat", "lstm"])
     p.add_argument("--jobs", type=int, default=jobs)
 
     p = command("pack", "pack the training examples of a run into an archive that learners train from", pack)
@@ -116,7 +116,7 @@ def add(command: Command) -> None:
     p = command("decode", "recognize a data directory with a run; needs nothing but the run directory", decode)
     p.add_argument("run", metavar="RUN", help="a run directory of a recipe")
     p.add_argument("--data", required=True, metavar="DIR", help="a Kaldi data directory; with a `text` it is scored, too")
-    p.add_argument("--system", default="lstm", choices=["mono", "tri", "lstm"])
+    p.add_argument("--system", default="lstm", choices=["mono", "tri", "sat", "lstm"])
     p.add_argument("--graph", default="", metavar="DIR", help="another graph: a folder with HCLG.fst and words.txt")
     p.add_argument("--lexicon", default="", metavar="FILE", help="refuse to decode unless the graph was made with this lexicon")
     p.add_argument("--scale", type=float, default=0.0, help="acoustic scale; default: what was chosen on dev")

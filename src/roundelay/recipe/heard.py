@@ -38,7 +38,7 @@ def heard(run: Path) -> list[Heard]:
         return _read(run.parent.parent, {NETWORK: run / "hypotheses"})
     if run.name.startswith("network") and (run.parent / "decode" / NETWORK).is_dir():
         return _read(run.parent, {NETWORK: run.parent / "decode" / NETWORK})
-    order = {name: n for n, name in enumerate(("mono", "tri", NETWORK))}
+    order = {name: n for n, name in enumerate(("mono", "tri", "sat", NETWORK))}
     folders = sorted((run / "decode").glob("*/"), key=lambda p: (order.get(p.name, 9), p.name))
     return _read(run, {p.name: p for p in folders})
 

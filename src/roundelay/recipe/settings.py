@@ -13,7 +13,7 @@ from typing import Any
 from roundelay import config
 from roundelay.asr.decode import SCALES, DecodeOptions
 from roundelay.asr.features import LONGEST_S
-from roundelay.asr.gmm_train import MonoOptions, TriOptions
+from roundelay.asr.gmm_train import MonoOptions, SatOptions, TriOptions
 from roundelay.errors import UsageError, nearest
 
 FILE = "recipe.toml"
@@ -79,6 +79,8 @@ class Network:
     start_from: str = ""
     """Another recipe (a folder beside this one, such as ../spoken: it is run first), a run, or a model's folder: that network's
     layers but the last are where training begins. For small corpora."""
+    adapted: bool = False
+    """Paste features adapted to each speaker beside the log-mels; needs "sat" among the systems."""
     packed: bool = False
     """Train from an archive, packed before the first epoch: the corpus is read in long stretches, whatever its size."""
     speed: float = 0.0
@@ -91,10 +93,16 @@ class Network:
             raise UsageError(
                 "speed and noise are added when examples leave an archive", where="network", do="set packed = true"
             )
+        if self.adapted and (self.mask_mels or self.mask_frames or self.warp):
+            raise UsageError(
+                "masks and warps do not fit adapted features, which are no mels",
+                where="network.adapted",
+                do="set mask_mels, mask_frames and warp to 0, or adapted = false",
+            )
 
     def of_the_task(self) -> dict[str, Any]:
         """What the task is told: all that is not left to the model, and how to feed it only where it is packed."""
-        told = {k: v for k, v in asdict(self).items() if v is not None and k not in ("packed", "speed", "noise")}
+        told = {k: v for k, v in asdict(self).items() if v is not None and k not in ("adapted", "packed", "speed", "noise")}
         return {**told, "speed": self.speed, "noise": self.noise} if self.packed else told
 
 
@@ -145,10 +153,12 @@ class Recipe:
     """Of the training speakers, where a corpus has no development set."""
     speeds: tuple[float, ...] = ()
     """Train on copies played at these speeds, too, such as 0.9 and 1.1: for small corpora."""
-    systems: tuple[str, ...] = ("mono", "tri", "lstm")  # which are decoded and scored
+    systems: tuple[str, ...] = ("mono", "tri", "lstm")
+    """Which are decoded and scored; "sat", behind "tri", is the tied-state GMM in features adapted to each speaker."""
     features: Features = field(default_factory=Features)
     mono: MonoOptions = field(default_factory=MonoOptions)
     tri: TriOptions = field(default_factory=TriOptions)
+    sat: SatOptions = field(default_factory=SatOptions)
     words: Words = field(default_factory=Words)
     network: Network = field(default_factory=Network)
     train: dict[str, Any] = field(default_factory=dict)
@@ -164,6 +174,14 @@ class Recipe:
     """Instead of sources: features and alignments made elsewhere."""
 
     def __post_init__(self) -> None:
+        if self.network.adapted and "sat" not in self.systems:
+            raise UsageError(
+                "the network wants features adapted to speakers, and nothing adapts them",
+                where="network.adapted",
+                do='add "sat" to systems, behind "tri"',
+            )
+        if "sat" in self.systems and "tri" not in self.systems[: self.systems.index("sat")]:
+            raise UsageError("sat adapts to what tri has recognised", where="systems", do='put "tri" before "sat"')
         named = self.network.start_from
         if named and self.starts_after is None and not Path(named).is_dir():
             raise UsageError(
@@ -202,8 +220,8 @@ def plain(value: Any) -> Any:
 
 
 SECTIONS: dict[str, Any] = {
-    "features": Features, "mono": MonoOptions, "tri": TriOptions, "words": Words, "network": Network, "decode": DecodeOptions,
-    "given": Given,
+    "features": Features, "mono": MonoOptions, "tri": TriOptions, "sat": SatOptions, "words": Words, "network": Network,
+    "decode": DecodeOptions, "given": Given,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 data       data directories of the sets, lexicon, LM text           features   normalised log-mels
 mono, tri  GMM-HMMs by Viterbi training                             align      tied states of train and dev
+sat        transforms of speakers, and tied states in their space
 network    the LSTM, trained through the engine                     graph      language model, decoding graphs
 decode     hypotheses of every system, acoustic scale from dev      score      word error rates with intervals
 """
@@ -27,8 +28,8 @@ from roundelay.asr import publishers, times
 from roundelay.asr.align import Alignments, align_all
 from roundelay.asr.corpus import Corpus, Utterance, read_data_dir, write_data_dir
 from roundelay.asr.decode import choose_scale, decode_all
-from roundelay.asr.features import FeatureOptions, FeatureStore, extract
-from roundelay.asr.gmm_train import train_mono, train_tri
+from roundelay.asr.features import FeatureOptions, FeatureStore, extract, from_spec
+from roundelay.asr.gmm_train import train_adapted, train_mono, train_tri
 from roundelay.asr.graph import Graph, build_graph
 from roundelay.asr.hmm import AlignmentModel
 from roundelay.asr.lexicon import Lexicon, pronounce
@@ -41,12 +42,15 @@ from roundelay.core.events import read_events
 from roundelay.errors import DataError, Interrupted, RoundelayError, UsageError
 from roundelay.recipe.pack import archive_for
 from roundelay.recipe.settings import Recipe, Source, load, section
-from roundelay.recipe.systems import SYSTEMS, System, graph_of, open_system, save_network
+from roundelay.recipe.systems import FIRST_PASS, SYSTEMS, System, graph_of, open_system, save_network
+from roundelay.recipe.voices import ADAPTED, SETTINGS, adapted_by_ear, adapted_to, stream_for
 from roundelay.report.reading import EVENTS, engine_folder
 from roundelay.train.board import FOLDER, Board
 
 Say = Callable[[str], None]
 TASK_FILE = "task.toml"
+HEARD = "heard"
+"""Below the adapted features: those of sets whose words had to be recognised first."""
 
 
 @dataclass
@@ -214,6 +218,22 @@ def tri(work: Work) -> None:
     model.save(fresh(work.run / "tri"))
 
 
+def sat(work: Work) -> None:
+    """The speakers of train and dev adapted to their transcripts, then the tied states trained in what came out."""
+    out = fresh(work.run / ADAPTED)
+    (out / SETTINGS).write_text(json.dumps({"prior_frames": work.recipe.sat.prior_frames}))
+    for name in ("train", "dev"):
+        said = {u.id: u.words for u in work.corpus(name).utterances}
+        adapted_to(work.run, work.store(name), said, jobs=work.jobs, progress=work.progress).save(out / name)
+    before, train = AlignmentModel.load(work.run / FIRST_PASS), from_spec(str(out / "train"))
+    with Passes(work, "sat") as log:
+        model = train_adapted(
+            before, train, work.corpus("train"), work.lexicon(), work.recipe.sat,
+            jobs=work.jobs, say=log, progress=work.progress,
+        )  # fmt: skip
+    model.save(fresh(work.run / "sat"))
+
+
 class Passes:
     """What passes over the corpus have to say: all of it into a file of the run's log folder, the last line to the person."""
 
@@ -335,7 +355,7 @@ def weights_mark(folder: Path) -> str:
 
 def task_file(work: Work, settings: dict[str, Any], alignments: Path, seed: int, features: dict[str, str] | None = None) -> str:
     run = work.run.resolve()
-    of = features or {name: str(run / "features" / name) for name in ("train", "dev")}
+    of = features or {name: features_named(run, name, work.recipe.network.adapted) for name in ("train", "dev")}
     options = {
         "features": of["train"],
         "alignments": str(alignments.resolve() / "train"),
@@ -355,6 +375,11 @@ def task_file(work: Work, settings: dict[str, Any], alignments: Path, seed: int,
     return config.dumps(made)
 
 
+def features_named(run: Path, name: str, adapted: bool) -> str:
+    plain = run / "features" / name
+    return f"{plain}+{run / ADAPTED / name}" if adapted else str(plain)
+
+
 def finish_network(work: Work, trained: Path, folder: Path) -> None:
     """The averaged model of an engine run as a system."""
     resolved = config.load(trained / TASK_FILE)
@@ -363,6 +388,8 @@ def finish_network(work: Work, trained: Path, folder: Path) -> None:
     model.load_state_dict(load_file(str(trained / "model.safetensors")))
     counts = Alignments.open(Path(settings.task_options["alignments"])).counts()
     about = {"strategy": settings.strategy, "learners": settings.learners, "epochs": settings.epochs, "samples": task.samples}
+    if work.recipe.network.adapted:
+        about["adapted"] = True
     save_network(fresh(folder), model, counts, about)
 
 
@@ -389,6 +416,7 @@ def graph(work: Work) -> None:
 
 
 def decode(work: Work) -> None:
+    shutil.rmtree(work.run / ADAPTED / HEARD, ignore_errors=True)
     for system in work.recipe.systems:
         decode_system(work, work.run, system, work.run / "decode" / system)
 
@@ -398,7 +426,7 @@ def decode_system(work: Work, run: Path, system: str, folder: Path) -> None:
     fresh(folder)
     work.say(f"  {SYSTEMS[system]}")
     made, graph_folder = open_system(run, system), work.run / graph_of(system)
-    dev, store = work.corpus("dev"), work.store("dev")
+    dev, store = work.corpus("dev"), stream_for(run, system, work.store("dev"), partial(heard_voices, work, "dev"))
     some = [u.id for u in dev.utterances if u.id in set(store.ids)]
     some = some[:: max(1, len(some) // work.recipe.dev_utterances)]
     refs = {name: dev.by_id[name].words for name in some}
@@ -406,9 +434,17 @@ def decode_system(work: Work, run: Path, system: str, folder: Path) -> None:
         work.recipe.decode, acoustic_scale=best_scale(work, graph_folder, partial(made.scores, store), refs, folder)
     )
     for name in work.sets():
-        test = work.store(name)
+        test = stream_for(run, system, work.store(name), partial(heard_voices, work, name))
         found = decode_all(graph_folder, partial(made.scores, test), test.ids, options, jobs=work.jobs, progress=work.progress)
         write_text(folder / f"{name}.txt", {u: h.words for u, h in found.items()})
+
+
+def heard_voices(work: Work, name: str) -> Stream:
+    """A set adapted to what the first pass has recognised in it; estimated once for all systems that ask."""
+    folder = work.run / ADAPTED / HEARD / name
+    if not folder.is_dir():
+        adapted_by_ear(work.run, work.store(name), jobs=work.jobs, progress=work.progress).save(folder)
+    return from_spec(str(folder))
 
 
 def best_scale(

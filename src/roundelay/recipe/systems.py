@@ -12,6 +12,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from roundelay.asr import memory
+from roundelay.asr.decode import DecodeOptions
 from roundelay.asr.hmm import AlignmentModel
 from roundelay.asr.model import AcousticModel
 from roundelay.asr.store import Stream
@@ -20,7 +21,9 @@ from roundelay.errors import DataError
 PRIORS_FILE = "priors.safetensors"
 SCORE_COPIES = 3
 """Logits, log posteriors and scores are in memory together."""
-SYSTEMS = {"mono": "monophone GMM", "tri": "tied-state GMM", "lstm": "LSTM"}
+SYSTEMS = {"mono": "monophone GMM", "tri": "tied-state GMM", "sat": "tied-state GMM adapted to speakers", "lstm": "LSTM"}
+FIRST_PASS = "tri"
+"""The system whose words others adapt to."""
 
 
 class System(Protocol):
@@ -62,6 +65,12 @@ def open_system(run: Path, name: str) -> System:
         return GmmSystem(AlignmentModel.load(folder))
     torch.set_num_threads(1)
     return NetworkSystem(AcousticModel.load(folder), load_file(str(folder / PRIORS_FILE))["log_priors"])
+
+
+def chosen_scale(run: Path, system: str) -> float:
+    """The acoustic scale that dev has chosen."""
+    path = run / "decode" / system / "scale.json"
+    return float(json.loads(path.read_text())["acoustic_scale"]) if path.exists() else DecodeOptions().acoustic_scale
 
 
 def graph_of(name: str) -> str:

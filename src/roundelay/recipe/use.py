@@ -23,7 +23,8 @@ from roundelay.asr.score import Score, score
 from roundelay.asr.store import Stream
 from roundelay.errors import DataError
 from roundelay.recipe.stages import TASK_FILE
-from roundelay.recipe.systems import System, graph_of, open_system
+from roundelay.recipe.systems import System, chosen_scale, graph_of, open_system
+from roundelay.recipe.voices import adapted_by_ear, adapted_to, stream_for
 
 
 def made_elsewhere(run: Path) -> bool:
@@ -56,9 +57,11 @@ def align_data(run: Path, data: Path, out: Path, system: str, jobs: int) -> str:
     """Aligns a data directory; returns a sentence about it."""
     corpus, lexicon = read_data_dir(data), Lexicon.read(run / "data" / "lexicon.txt")
     made = open_system(run, system)
-    model = AlignmentModel.load(run / ("mono" if system == "mono" else "tri"))
+    model = AlignmentModel.load(run / ("tri" if system == "lstm" else system))
+    said = {u.id: u.words for u in corpus.utterances}
     with tempfile.TemporaryDirectory() as folder:
-        store = features_of(run, corpus, Path(folder) / "features", jobs)
+        plain = features_of(run, corpus, Path(folder) / "features", jobs)
+        store = stream_for(run, system, plain, lambda: adapted_to(run, plain, said, jobs=jobs))
         scale = chosen_scale(run, system) if system == "lstm" else 0.0
         scores = (lambda name: scale * made.scores(store, name)) if system == "lstm" else None
         found = align_all(model, store, corpus, lexicon, out, jobs=jobs, progress="auto", loglikes=scores)
@@ -68,17 +71,12 @@ def align_data(run: Path, data: Path, out: Path, system: str, jobs: int) -> str:
     return f"{out}: {len(found.ids)} utterances aligned, {len(lines)} word times in words.ctm{skipped}"
 
 
-def chosen_scale(run: Path, system: str) -> float:
-    """What dev said."""
-    path = run / "decode" / system / "scale.json"
-    return float(json.loads(path.read_text())["acoustic_scale"]) if path.exists() else DecodeOptions().acoustic_scale
-
-
 @dataclass
 class Recognizer:
     """A system of a run with its graph."""
 
     run: Path
+    name: str
     system: System
     graph: Path
     options: DecodeOptions
@@ -88,9 +86,8 @@ class Recognizer:
         if not run.is_dir():
             raise DataError("there is no such run directory", where=str(run), do="train one with: roundelay run recipes/spoken")
         options = DecodeOptions(acoustic_scale=scale or chosen_scale(run, system))
-        return cls(
-            run, open_system(run, system), graph or run / graph_of(system), replace(options, beam=beam) if beam else options
-        )
+        chosen = replace(options, beam=beam) if beam else options
+        return cls(run, system, open_system(run, system), graph or run / graph_of(system), chosen)
 
     def check_lexicon(self, path: Path) -> None:
         """An error if the graph was made with another lexicon."""
@@ -103,7 +100,8 @@ class Recognizer:
         has_text = (data / "text").is_file()
         corpus = read_data_dir(data, need_text=has_text, allow_pipes=allow_pipes)
         with tempfile.TemporaryDirectory() as folder:
-            store = features_of(self.run, corpus, Path(folder) / "features", jobs)
+            plain = features_of(self.run, corpus, Path(folder) / "features", jobs)
+            store = stream_for(self.run, self.name, plain, lambda: adapted_by_ear(self.run, plain, jobs=jobs))
             found = decode_all(
                 self.graph, lambda name: self.system.scores(store, name), store.ids, self.options, jobs=jobs, progress="auto"
             )
@@ -136,7 +134,8 @@ def export_run(run: Path, out: Path, *, onnx: bool, posteriors: str, jobs: int) 
             if made_elsewhere(run):
                 store = from_spec(posteriors)
             else:
-                store = features_of(run, read_data_dir(Path(posteriors), need_text=False), Path(folder) / "features", jobs)
+                plain = features_of(run, read_data_dir(Path(posteriors), need_text=False), Path(folder) / "features", jobs)
+                store = stream_for(run, "lstm", plain, lambda: adapted_by_ear(run, plain, jobs=jobs))
             count = export.write_posteriors(out, ((name, model.log_posteriors(store[name])) for name in store.ids))
         lines.append(f"{out / 'post.scp'}: log posteriors of {count} utterances")
     return lines
