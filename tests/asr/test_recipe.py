@@ -134,8 +134,8 @@ def test_a_network_begins_from_that_of_another_recipe_which_is_run_first(
 ) -> None:
     _, folder = done
     runs, second = folder / "runs", folder / "second"
-    shutil.copytree(folder / "run", runs / "mini")
-    second.mkdir()
+    shutil.copytree(folder / "run", runs / "mini", dirs_exist_ok=True)
+    second.mkdir(exist_ok=True)
     text = (folder / "mini" / "recipe.toml").read_text().replace("[network]", '[network]\nstart_from = "../mini"')
     (second / "recipe.toml").write_text(text.replace("realign = 1", "").replace("epochs = 6.0", "epochs = 0.2"))
     shutil.copy(folder / "mini" / "lexicon.txt", second)
@@ -172,8 +172,8 @@ def usual_stages() -> list[Stage]:
 def test_systems_adapted_to_speakers_go_the_whole_road(done: tuple[Jobs, Path], capsys: pytest.CaptureFixture[str]) -> None:
     jobs, folder = done
     adapted, run = folder / "adapted", folder / "run-adapted"
-    shutil.copytree(folder / "run", run)  # up to its alignments there is nothing to do again
-    adapted.mkdir()
+    shutil.copytree(folder / "run", run, dirs_exist_ok=True)  # up to its alignments there is nothing to do again
+    adapted.mkdir(exist_ok=True)
     text = (folder / "mini" / "recipe.toml").read_text().replace("realign = 1", 'systems = ["tri", "sat", "lstm"]')
     text = text.replace("[network]", "[sat]\npasses = 4\n[network]\nadapted = true").replace("epochs = 6.0", "epochs = 4.0")
     (adapted / "recipe.toml").write_text(text)
@@ -190,6 +190,7 @@ def test_systems_adapted_to_speakers_go_the_whole_road(done: tuple[Jobs, Path], 
         assert json.loads(capsys.readouterr().out)["wer"] == result[system]["wer"]
         out = str(folder / f"adapted-{system}")
         assert cli.main(["align", str(run), "--data", data, "--out", out, "--system", system, "--jobs", "1"]) == 0
+        assert "40 utterances aligned" in capsys.readouterr().out
     out = folder / "exported-adapted"
     assert cli.main(["export", str(run), str(out), "--posteriors", data, "--jobs", "1"]) == 0
     assert len(read_matrices(out / "post.scp")) == 40
