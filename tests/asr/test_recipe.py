@@ -17,7 +17,7 @@ from roundelay.asr.corpus import read_data_dir, write_data_dir
 from roundelay.asr.kaldi import read_matrices
 from roundelay.errors import UsageError
 from roundelay.recipe import settings
-from roundelay.recipe.runner import STAGES, Stage, fingerprint
+from roundelay.recipe.runner import STAGES, planned
 
 DATA = Path(os.environ.get("ROUNDELAY_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 DIGITS = DATA / "fsdd"
@@ -118,9 +118,8 @@ def test_what_is_done_is_not_done_again(done: tuple[Jobs, Path], capsys: pytest.
     before = (folder / "run" / "lstm" / "model.safetensors").stat().st_mtime_ns
     assert cli.main(["run", str(folder / "mini"), f"run={folder / 'run'}"]) == 0
     told = capsys.readouterr()
-    assert [line for line in told.err.splitlines() if "done before" in line] == [
-        f"{s.name}: done before" for s in usual_stages()
-    ]
+    skipped = [line for line in told.err.splitlines() if "done before" in line]
+    assert skipped == [f"{stage.name}: done before" for stage in STAGES if stage.name != "sat"]
     assert "lstm" in told.out
     assert (folder / "run" / "lstm" / "model.safetensors").stat().st_mtime_ns == before
 
@@ -143,7 +142,7 @@ def test_a_network_begins_from_that_of_another_recipe_which_is_run_first(
     assert cli.main(command) == 0
     told = capfd.readouterr().err.splitlines()
     begun = next(n for n, line in enumerate(told) if "it begins from the network of mini" in line)
-    assert told[begun + 1 : begun + 7] == [f"{stage.name}: done before" for stage in usual_stages()[:6]]
+    assert told[begun + 1 : begun + 7] == [f"{stage.name}: done before" for stage in STAGES if stage.name != "sat"][:6]
     started = config.load(runs / "second" / "network" / "task.toml").settings.task_options["start_from"]
     assert Path(started) == runs / "mini" / "lstm"
     before, after = (load_file(runs / name / "lstm" / "model.safetensors") for name in ("mini", "second"))
@@ -158,11 +157,6 @@ def test_a_network_begins_from_that_of_another_recipe_which_is_run_first(
     assert prints_of(recipe)["network"] != marked, "another beginning is another network"
     assert prints_of(recipe)["align"] == json.loads((runs / "second" / "stages" / "align.json").read_text())["fingerprint"]
     (folder / "mini" / "recipe.toml").write_text(RECIPE.format(root=folder / "data"))
-
-
-def usual_stages() -> list[Stage]:
-    """Those of a recipe that does not adapt to speakers."""
-    return [stage for stage in STAGES if stage.name != "sat"]
 
 
 @needs_digits
@@ -211,10 +205,7 @@ def test_settings_of_adaptation_that_contradict_each_other_are_refused(overrides
 
 
 def prints_of(recipe: settings.Recipe) -> dict[str, str]:
-    found, before = {}, ""
-    for stage in usual_stages():
-        found[stage.name] = before = fingerprint(recipe, stage, before)
-    return found
+    return {stage.name: its_print for stage, its_print in planned(recipe, STAGES)}
 
 
 def test_recipes_that_begin_from_each_other_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,14 +268,16 @@ def test_every_recipe_can_be_read(name: str) -> None:
 
 
 def test_a_change_of_settings_reaches_the_stages_behind_it_and_no_other() -> None:
-    def prints(*overrides: str) -> list[str]:
-        return list(prints_of(settings.load(RECIPES / "digits", list(overrides))).values())
+    def changed(*overrides: str) -> list[str]:
+        plain, other = (prints_of(settings.load(RECIPES / "spoken", list(over))) for over in ((), overrides))
+        return [name for name in other if other[name] != plain.get(name)]
 
-    names = [stage.name for stage in usual_stages()]
-    plain, other = prints(), prints("tri.leaves=77")
-    changed = [name for name, a, b in zip(names, plain, other, strict=True) if a != b]
-    assert changed == names[names.index("tri") :]
-    assert prints() == plain
+    names = list(prints_of(settings.load(RECIPES / "spoken")))
+    assert changed() == []
+    assert changed("tri.leaves=77") == names[names.index("tri") :]
+    beside = 'systems=["mono","tri","sat","lstm"]'
+    assert changed(beside) == ["sat", "decode", "score"], "speakers are adapted to beside the network"
+    assert changed(beside, "network.adapted=true") == ["sat", *names[names.index("network") :]]
 
 
 def test_mistakes_in_a_recipe_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ class Stage:
     """Only needed where the recipe asks for one of these systems."""
     about: str = ""
     """What it does, in a sentence for people who have not done this before."""
+    aside: Callable[[Recipe], bool] = lambda recipe: False
+    """Whether the stages behind it do without what it makes: then they need not be done again when it is."""
 
 
 def begun_elsewhere(train: Callable[[Work], Any]) -> Callable[[Work], Any]:
@@ -50,10 +52,10 @@ STAGES = (
     Stage("mono", stages.mono, ("mono",)),
     Stage("tri", stages.tri, ("tri",), ("tri", "sat", "lstm")),
     Stage("align", stages.align, (), ("lstm",)),
-    Stage("sat", stages.sat, ("sat",), ("sat",)),
+    Stage("sat", stages.sat, ("sat",), ("sat",), aside=lambda recipe: not recipe.network.adapted),
     Stage("network", begun_elsewhere(stages.network), ("network", "train", "seed", "realign"), ("lstm",)),
     Stage("graph", stages.graph, ("words",)),
-    Stage("decode", stages.decode, ("decode", "scales", "dev_utterances", "systems")),
+    Stage("decode", stages.decode, ("decode", "scales", "dev_utterances", "systems", "sat")),
     Stage("score", stages.score_all, ()),
 )
 # Not the whole of `given`: another graph or test set must not train the network again.
@@ -92,15 +94,11 @@ def run_stages(work: Work, road: Sequence[Stage], until: str = "") -> None:
         raise UsageError(f"there is no stage '{until}'", where="--until", do=nearest(until, names))
     marks = work.run / "stages"
     marks.mkdir(parents=True, exist_ok=True)
-    print_before = ""
     began = time.monotonic()
-    for stage in road:
-        if stage.systems and not set(stage.systems) & set(work.recipe.systems):
-            continue
-        print_before = fingerprint(work.recipe, stage, print_before)
+    for stage, its_print in planned(work.recipe, road):
         mark = marks / f"{stage.name}.json"
         interrupts.look()
-        if mark.exists() and json.loads(mark.read_text())["fingerprint"] == print_before:
+        if mark.exists() and json.loads(mark.read_text())["fingerprint"] == its_print:
             work.say(f"{stage.name}: done before")
         else:
             work.say(stage.about or f"{stage.name} …")
@@ -109,12 +107,24 @@ def run_stages(work: Work, road: Sequence[Stage], until: str = "") -> None:
             stage.do(work)
             seconds = round(time.monotonic() - started, 1)
             part = mark.with_suffix(".part")
-            part.write_text(json.dumps({"fingerprint": print_before, "seconds": seconds}))
+            part.write_text(json.dumps({"fingerprint": its_print, "seconds": seconds}))
             part.replace(mark)  # whole or not at all
             work.say(f"{stage.name}: {seconds:.0f} s")
         if stage.name == until:
             break
     work.say(f"all: {time.monotonic() - began:.0f} s")
+
+
+def planned(recipe: Recipe, road: Sequence[Stage]) -> list[tuple[Stage, str]]:
+    """The stages that a recipe needs, each with the fingerprint of all that decides what it gives."""
+    found, before = [], ""
+    for stage in road:
+        if stage.systems and not set(stage.systems) & set(recipe.systems):
+            continue
+        its_print = fingerprint(recipe, stage, before)
+        found.append((stage, its_print))
+        before = before if stage.aside(recipe) else its_print
+    return found
 
 
 def fingerprint(recipe: Recipe, stage: Stage, before: str) -> str:
@@ -129,12 +139,8 @@ def beginning_of(recipe: Recipe) -> str:
     """What the network begins from, as a fingerprint: all that decides another recipe's network, or the weights themselves."""
     if recipe.starts_after is None:
         return stages.weights_mark(model_folder(Path(recipe.network.start_from)))
-    before, print_before = load(recipe.starts_after), ""
-    for stage in road_of(before):
-        print_before = fingerprint(before, stage, print_before)
-        if stage.name == "network":
-            break
-    return print_before
+    before = load(recipe.starts_after)
+    return next(its_print for stage, its_print in planned(before, road_of(before)) if stage.name == "network")
 
 
 def table(result: dict[str, Any]) -> str:
