@@ -151,6 +151,8 @@ def test_a_network_begins_from_that_of_another_recipe_which_is_run_first(
 
     assert cli.main(command) == 0
     assert "network: done before" in capfd.readouterr().err
+    assert cli.main(["run", str(second), f"run={folder / 'elsewhere'}", "--until", "network"]) == 2
+    assert "would stand in a recipe's own folder" in capfd.readouterr().err
     (folder / "mini" / "recipe.toml").write_text((folder / "mini" / "recipe.toml").read_text() + "momentum = 0.1\n")
     recipe = settings.load(second)
     marked = json.loads((runs / "second" / "stages" / "network.json").read_text())["fingerprint"]
@@ -196,6 +198,7 @@ def test_systems_adapted_to_speakers_go_the_whole_road(done: tuple[Jobs, Path], 
     [
         (["network.adapted=true"], "nothing adapts them"),
         (['systems=["sat","tri"]'], "sat adapts to what tri has recognised"),
+        (["sat.prior_frames=0"], "prior_frames is 0"),
         (['systems=["tri","sat","lstm"]', "network.adapted=true", "network.warp=0.1"], "do not fit adapted features"),
     ],
 )

@@ -189,7 +189,6 @@ RECORDINGS = (
 SLURM = "needs a Slurm cluster; its variables: tests/train/test_variables.py"
 CANNOT: dict[str, str] = {
     "roundelay run recipes/digits": RECORDINGS,
-    "roundelay run recipes/digits network.start_from=runs/spoken network.hidden=160 train.lr=0.2 train.epochs=4": RECORDINGS,
     "roundelay run recipes/digits --until align": RECORDINGS,
     "roundelay run recipes/commands": RECORDINGS,
     'roundelay run recipes/speechocean762 \'systems=["mono","tri"]\'': RECORDINGS,

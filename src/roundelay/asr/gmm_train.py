@@ -17,7 +17,7 @@ from roundelay.asr.shards import Crew, Features, PassResult
 from roundelay.asr.transform import LdaStatistics, MlltStatistics, rotated
 from roundelay.asr.tree import ContextStatistics, TiedStates, grow
 from roundelay.asr.viterbi import Array
-from roundelay.errors import DataError
+from roundelay.errors import DataError, UsageError
 from roundelay.progress import Progress
 
 if TYPE_CHECKING:
@@ -93,6 +93,12 @@ class SatOptions:
     prior_frames: float = PRIOR_FRAMES
     seed: int = 0
     on_missing: OnMissing = "error"
+
+    def __post_init__(self) -> None:
+        if not self.prior_frames > 0:
+            raise UsageError(
+                f"prior_frames is {self.prior_frames:g}", where="sat", do="give some: who says nothing has no other transform"
+            )
 
 
 def train_mono(

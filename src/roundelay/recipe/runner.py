@@ -82,6 +82,7 @@ def road_of(recipe: Recipe) -> Sequence[Stage]:
 
 def run_recipe(work: Work, until: str = "") -> dict[str, Any]:
     """All stages (or those up to `until`); returns what result.json holds, so far as it is there."""
+    stages.recipe_before(work)  # a place that will not do is said before hours of work, not after them
     run_stages(work, road_of(work.recipe), until)
     result = work.run / "result.json"
     return json.loads(result.read_text()) if result.exists() and not until else {}

@@ -41,7 +41,7 @@ from roundelay.asr.store import Stream
 from roundelay.core.events import read_events
 from roundelay.errors import DataError, Interrupted, RoundelayError, UsageError
 from roundelay.recipe.pack import archive_for
-from roundelay.recipe.settings import Recipe, Source, load, section
+from roundelay.recipe.settings import FILE, Recipe, Source, load, section
 from roundelay.recipe.systems import FIRST_PASS, SYSTEMS, System, graph_of, open_system, save_network
 from roundelay.recipe.voices import ADAPTED, SETTINGS, adapted_by_ear, adapted_to, stream_for
 from roundelay.report.reading import EVENTS, engine_folder
@@ -329,7 +329,14 @@ def recipe_before(work: Work) -> Work | None:
     folder = work.recipe.starts_after
     if folder is None:
         return None
-    return replace(work, recipe=load(folder), run=work.run.resolve().parent / folder.name)
+    run = work.run.resolve().parent / folder.name
+    if (run / FILE).exists():
+        raise UsageError(
+            f"the run of '{folder.name}', which this network begins from, would stand in a recipe's own folder",
+            where=str(run),
+            do="give this run another place, such as run=runs/mine",
+        )
+    return replace(work, recipe=load(folder), run=run)
 
 
 def beginning(work: Work) -> Path | None:
