@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 from command import Jobs
 from safetensors.numpy import load_file
 
 from roundelay import cli, config
-from roundelay.asr.corpus import read_data_dir, write_data_dir
+from roundelay.asr.corpus import Utterance, read_data_dir, write_data_dir
 from roundelay.asr.kaldi import read_matrices
 from roundelay.errors import UsageError
 from roundelay.recipe import settings
@@ -281,6 +282,26 @@ def test_a_change_of_settings_reaches_the_stages_behind_it_and_no_other() -> Non
     beside = 'systems=["mono","tri","sat","lstm"]'
     assert changed(beside) == ["sat", "decode", "score"], "speakers are adapted to beside the network"
     assert changed(beside, "network.adapted=true") == ["sat", *names[names.index("network") :]]
+
+
+def test_copies_at_other_speeds_do_not_say_their_sentences_again_to_the_language_model(tmp_path: Path) -> None:
+    for part, names in (("train", "abc"), ("dev", "d"), ("test", "e")):
+        utterances = []
+        for name in names:
+            soundfile.write(tmp_path / f"{name}.wav", np.full(4000, 0.1), 8000)
+            utterances.append(
+                Utterance(name, f"of-{name}", ("ONE", "TWO") if name == "a" else ("TWO",), tmp_path / f"{name}.wav")
+            )
+        write_data_dir(tmp_path / "data" / part, utterances)
+    (tmp_path / "lexicon.txt").write_text("ONE W AH N\nTWO T UW\n")
+    (tmp_path / "recipe.toml").write_text(
+        f'speeds = [0.9, 1.1]\n[[source]]\nkind = "kaldi"\nroot = "{tmp_path / "data"}"\n'
+        '[words]\nlexicon = "lexicon.txt"\ntext = "train"\n'
+    )
+    run = tmp_path / "run"
+    assert cli.main(["run", str(tmp_path), f"run={run}", "--until", "data", "--jobs", "1"]) == 0
+    assert len(read_data_dir(run / "data" / "train").utterances) == 9
+    assert (run / "data" / "lm.txt").read_text().splitlines() == ["ONE TWO", "TWO", "TWO"]
 
 
 def test_mistakes_in_a_recipe_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

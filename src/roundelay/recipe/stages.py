@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -103,6 +103,7 @@ def data(work: Work) -> None:
         for part, utterances in found.items():
             kept = [u if not several else replace(u, id=f"{name}-{u.id}", speaker=f"{name}-{u.speaker}") for u in utterances]
             sets.setdefault(part if part in ("train", "dev") or not several else name, []).extend(kept)
+    said = [u.words for u in sets["train"]]  # once, however many copies follow
     if recipe.speeds:
         sets["train"] += at_other_speeds(
             sets["train"], recipe.speeds, folder / "speeds", recipe.features.rate, jobs=work.jobs, progress=work.progress
@@ -116,7 +117,7 @@ def data(work: Work) -> None:
         work.say(f"  {part}: {len(utterances)} utterances, {speakers} speakers")
     tests = [part for part in sets if part not in ("train", "dev")]
     (folder / "sets.json").write_text(json.dumps({"test": tests}))
-    write_words(work, sets)
+    write_words(work, sets, said)
 
 
 def read_source(work: Work, source: Source) -> dict[str, list[Utterance]]:
@@ -147,8 +148,8 @@ def spoken_before(root: Path, options: dict[str, Any]) -> bool:
     return about.exists() and json.loads(about.read_text())["options"] == json.loads(json.dumps(options))
 
 
-def write_words(work: Work, sets: dict[str, list[Utterance]]) -> None:
-    """lexicon.txt and lm.txt."""
+def write_words(work: Work, sets: dict[str, list[Utterance]], said: Sequence[Sequence[str]]) -> None:
+    """lexicon.txt and lm.txt; `said` are the sentences of the training set."""
     recipe, folder = work.recipe, work.run / "data"
     corpus = corpus_folder(work)
     words = sorted({word for part in ("train", "dev") for u in sets[part] for word in u.words})
@@ -164,7 +165,7 @@ def write_words(work: Work, sets: dict[str, list[Utterance]]) -> None:
     elif recipe.words.text == "corpus":
         lines = (corpus / "lm.txt").read_text().splitlines()
     elif recipe.words.text == "train":
-        lines = [" ".join(u.words) for u in sets["train"]]
+        lines = [" ".join(words) for words in said]
     else:
         lines = (recipe.folder / recipe.words.text).read_text().splitlines()
     (folder / "lm.txt").write_text("".join(f"{line}\n" for line in lines))
