@@ -124,6 +124,7 @@ INSTEAD: dict[str, str] = {
     "roundelay run mine --until align": f"roundelay run mine {TINY} --until align --jobs 1",
     "roundelay run mine train.learners=4 train.strategy=kstep run=runs/mine-kstep": f"roundelay run mine {TINY} train.learners=4"
     " train.strategy=kstep run=runs/mine-kstep --until features --jobs 1",
+    "roundelay run recipes/spoken16 --until network": DONE,
     "roundelay run recipes/spoken": DONE,
     "roundelay run recipes/spoken train.strategy=adpsgd train.learners=4 run=runs/spoken-adpsgd": DONE,
     "roundelay run recipes/spoken train.strategy=kstep train.learners=4 run=runs/kstep": DONE,
@@ -191,7 +192,7 @@ CANNOT: dict[str, str] = {
     "roundelay run recipes/digits": RECORDINGS,
     "roundelay run recipes/digits --until align": RECORDINGS,
     "roundelay run recipes/commands": RECORDINGS,
-    'roundelay run recipes/speechocean762 \'systems=["mono","tri"]\'': RECORDINGS,
+    "roundelay run recipes/speechocean762": RECORDINGS,
     "git clone … && cd roundelay": "needs the network and an address",
     "sbatch train.sbatch": "needs a Slurm cluster; the script itself is run by test_the_slurm_script_on_one_machine",
     "squeue --me": "needs a Slurm cluster",
