@@ -195,7 +195,11 @@ def test_only_what_a_network_is_trained_on_trains_it_again() -> None:
 
 def test_a_network_trained_on_other_alignments_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages.interrupts, "run", lambda command: 0)
-    work = Work(settings.load(RECIPES / "digits"), tmp_path, 1, lambda _: None, "none")
+    weights = tmp_path / "begun" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"some weights")
+    recipe = settings.load(RECIPES / "digits", [f"network.start_from={weights.parent}"])
+    work = Work(recipe, tmp_path, 1, lambda _: None, "none")
     (tmp_path / "stages").mkdir()
     mark, checkpoint = tmp_path / "stages" / "align.json", tmp_path / "network" / "ckpt"
 
@@ -208,6 +212,8 @@ def test_a_network_trained_on_other_alignments_is_not_continued(tmp_path: Path, 
 
     assert not kept("some alignments")
     assert kept("some alignments")
+    weights.write_bytes(b"other weights")
+    assert not kept("some alignments"), "nor one that began from other weights"
     assert not kept("others, of another tree"), "they stand in the same place, and the settings of the engine are the same"
 
 

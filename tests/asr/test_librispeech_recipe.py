@@ -75,7 +75,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.dist
 def test_the_publishers_layout_goes_all_the_way(done: Path) -> None:
     run = done / "run"
-    assert sorted(p.stem for p in (run / "stages").iterdir()) == sorted(stage.name for stage in STAGES)
+    assert sorted(p.stem for p in (run / "stages").iterdir()) == sorted(stage.name for stage in STAGES if stage.name != "sat")
     result = json.loads((run / "result.json").read_text())
     assert [(r["name"], r["words"], r["speakers"]) for r in result["systems"]] == [
         ("mono", 36, 2), ("tri", 36, 2), ("lstm", 36, 2),

@@ -39,6 +39,6 @@ def test_a_network_to_start_from_that_is_not_there_is_noticed_before_anything_is
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", RECIPE, "run=mine", "network.start_from=nowhere"]) == 2
     said = capsys.readouterr().err
-    assert "there is no run or model 'nowhere' to start from" in said
+    assert "there is no recipe, run or model 'nowhere' to start from" in said
     assert "network.start_from" in said
     assert not list(tmp_path.iterdir())
