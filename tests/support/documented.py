@@ -125,6 +125,7 @@ INSTEAD: dict[str, str] = {
     "roundelay run mine train.learners=4 train.strategy=kstep run=runs/mine-kstep": f"roundelay run mine {TINY} train.learners=4"
     " train.strategy=kstep run=runs/mine-kstep --until features --jobs 1",
     "roundelay run recipes/spoken16 --until network": DONE,
+    """roundelay run recipes/spoken 'systems=["tri","sat"]' 'scales=[0.1,0.14,0.2]'""": DONE,
     "roundelay run recipes/spoken": DONE,
     "roundelay run recipes/spoken train.strategy=adpsgd train.learners=4 run=runs/spoken-adpsgd": DONE,
     "roundelay run recipes/spoken train.strategy=kstep train.learners=4 run=runs/kstep": DONE,
