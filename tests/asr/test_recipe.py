@@ -171,7 +171,7 @@ def test_systems_adapted_to_speakers_go_the_whole_road(done: tuple[Jobs, Path], 
     adapted, run = folder / "adapted", folder / "run-adapted"
     shutil.copytree(folder / "run", run, dirs_exist_ok=True)  # up to its alignments there is nothing to do again
     adapted.mkdir(exist_ok=True)
-    text = (folder / "mini" / "recipe.toml").read_text().replace("realign = 1", 'systems = ["tri", "sat", "lstm"]')
+    text = (folder / "mini" / "recipe.toml").read_text().replace("realign = 1", 'realign = 1\nsystems = ["tri", "sat", "lstm"]')
     text = text.replace("[network]", "[sat]\npasses = 4\n[network]\nadapted = true").replace("epochs = 6.0", "epochs = 4.0")
     (adapted / "recipe.toml").write_text(text)
     shutil.copy(folder / "mini" / "lexicon.txt", adapted)

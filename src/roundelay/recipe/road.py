@@ -16,6 +16,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from roundelay.asr.lexicon import Lexicon
 from roundelay.asr.shards import Crew
 from roundelay.recipe.stages import aligned_run
 from roundelay.recipe.systems import graph_of, open_system
+from roundelay.recipe.voices import adapted_by_ear, stream_for
 
 UTTERANCES = 150
 FRAMES_PER_S = 100
@@ -110,12 +112,12 @@ def _alignment_pass(run: Path, system: str, corpus: Corpus, store: FeatureStore)
 
 def _decoding(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
     scale = json.loads((run / "decode" / system / "scale.json").read_text())["acoustic_scale"]
-    made = open_system(run, system)
+    made, taken = open_system(run, system), stream_for(run, system, store, partial(adapted_by_ear, run, store, progress="none"))
     decoder = Decoder(load_graph(run / graph_of(system)), replace(DecodeOptions(), acoustic_scale=scale))
 
     def job() -> None:
         for utterance in corpus.utterances:
-            decoder.decode(made.scores(store, utterance.id))
+            decoder.decode(made.scores(taken, utterance.id))
 
     return job
 

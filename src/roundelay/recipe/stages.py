@@ -266,7 +266,10 @@ def align_sets(work: Work, alignments: Path, system: System | None = None) -> No
     model = AlignmentModel.load(work.run / "tri")
     for name in ("train", "dev"):
         folder, store = fresh(alignments / name), work.store(name)
-        scores = partial(scaled_scores, system, store, work.recipe.decode.acoustic_scale) if system is not None else None
+        scores = None
+        if system is not None:
+            taken = from_spec(features_named(work.run, name, work.recipe.network.adapted))
+            scores = partial(scaled_scores, system, taken, work.recipe.decode.acoustic_scale)
         found = align_all(
             model, store, work.corpus(name), work.lexicon(), folder, jobs=work.jobs, progress=work.progress, loglikes=scores
         )
