@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """All iterations, one after another."""
     import shutil
 
-    from roundelay.feed.archive import Archive
+    from roundelay.data.archive import Archive
 
     out = Path(args.out)
     out.mkdir(parents=True)
@@ -138,13 +138,13 @@ def launch(what: str, folder: Path, orders: list[dict[str, Any]]) -> None:
 def job(order: dict[str, Any]) -> int:
     import torch
 
-    from roundelay.asr.model import AcousticModel
-    from roundelay.feed.examples import Examples
-    from roundelay.train.claims import Dealt, Turn
-    from roundelay.train.schedule import Schedule
+    from roundelay.data.examples import Examples
+    from roundelay.engine.sharding import ShardPlan, StaticSharding
+    from roundelay.optim.lr_schedule import LrSchedule
+    from roundelay.speech.nnet.lstm import AcousticModel
 
     if order["optimizer"] == "ngsgd":  # no job pays for what it does not use
-        from roundelay.train.ngsgd import NGSGD
+        from roundelay.optim.ngsgd import NGSGD
 
     torch.set_num_threads(1)
     torch.manual_seed(order["seed"] * 1_000_003 + order["job"])
@@ -155,11 +155,11 @@ def job(order: dict[str, Any]) -> int:
 
     jobs, batch = order["jobs"], order["batch"]
     examples = Examples(order["archive"], order["seed"])
-    dealt = Dealt(
+    dealt = ShardPlan(
         order["samples"], order["total"], [batch] * jobs, order["job"], [order["job"]], range(jobs), order["position"]
     )
     loaded, position = [], order["position"]
-    for claim in Turn(dealt):
+    for claim in StaticSharding(dealt):
         made = examples.batch(claim.epoch, claim.start, claim.stop) if claim.stop > claim.start else None
         tensors = None if made is None else (torch.from_numpy(made.x), torch.from_numpy(made.y))
         loaded.append((claim.share.position, tensors))
@@ -168,7 +168,7 @@ def job(order: dict[str, Any]) -> int:
             break
     note["data"], began = time.perf_counter() - began, time.perf_counter()
 
-    factor = Schedule(order["schedule"], order["samples"], order["total"], order["warmup_epochs"])
+    factor = LrSchedule(order["schedule"], order["samples"], order["total"], order["warmup_epochs"])
     parameters = list(model.parameters())
     velocity = [torch.zeros_like(p) for p in parameters] if order["momentum"] else None
     natural = NGSGD(parameters, momentum=order["momentum"]).watch(model) if order["optimizer"] == "ngsgd" else None

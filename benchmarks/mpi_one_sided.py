@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundelay.train.place import from_environment
-from roundelay.wire.mpi import MpiNet
-from roundelay.wire.porter import UNWATCHED_S, world
+from roundelay.comm.mpi_backend import MpiCommunicator
+from roundelay.comm.mpi_progress import UNWATCHED_S, mpi_runtime
+from roundelay.launch.context import context_from_env
 
 SIZES = (100_000, 1_000_000, 10_000_000)
 
@@ -31,9 +31,9 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=15)
     args = p.parse_args()
     torch.set_num_threads(1)
-    place = from_environment(wire="mpi", host="auto", timeout_s=120, device="cpu", machines=0, digest={})
+    place = context_from_env(wire="mpi", host="auto", timeout_s=120, device="cpu", machines=0, digest={})
     net: Any = place.net
-    assert isinstance(net, MpiNet)
+    assert isinstance(net, MpiCommunicator)
     found: dict[str, dict[str, float]] = {}
     for size in SIZES:
         found |= by_agent(place.rank, net, torch.randn(size), args.idle, args.repeats)
@@ -44,7 +44,7 @@ def main() -> None:
     place.close()
 
 
-def by_agent(rank: int, net: MpiNet, x: torch.Tensor, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
+def by_agent(rank: int, net: MpiCommunicator, x: torch.Tensor, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
     part = net.part([0, 1], f"size-{len(x)}")
     assert part is not None
     part.publish(x)
@@ -55,15 +55,15 @@ def by_agent(rank: int, net: MpiNet, x: torch.Tensor, idle: bool, repeats: int) 
     return found
 
 
-def by_window(rank: int, net: MpiNet, x: np.ndarray, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
+def by_window(rank: int, net: MpiCommunicator, x: np.ndarray, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
     """The same on a window, called by the thread that needs the answer, while a thread of the owner lets MPI move on."""
-    mpi = world().mpi
-    window = mpi.Win.Create(x, disp_unit=x.itemsize, comm=world().comm)
+    mpi = mpi_runtime().mpi
+    window = mpi.Win.Create(x, disp_unit=x.itemsize, comm=mpi_runtime().comm)
     out, done = np.empty_like(x), threading.Event()
 
     def move_on() -> None:
         while not done.is_set():
-            world().comm.Iprobe()
+            mpi_runtime().comm.Iprobe()
             time.sleep(UNWATCHED_S / 5)
 
     threading.Thread(target=move_on, daemon=True).start()
@@ -86,7 +86,7 @@ def by_window(rank: int, net: MpiNet, x: np.ndarray, idle: bool, repeats: int) -
 
 
 def measured(
-    rank: int, net: MpiNet, name: str, verbs: dict[str, Callable[[], Any]], idle: bool, repeats: int
+    rank: int, net: MpiCommunicator, name: str, verbs: dict[str, Callable[[], Any]], idle: bool, repeats: int
 ) -> dict[str, dict[str, float]]:
     net.start_mean(torch.zeros(1)).wait()
     found: dict[str, float] = {}

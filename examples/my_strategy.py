@@ -15,9 +15,9 @@ A strategy named on the command line is looked for beside the TOML file, then in
 from dataclasses import dataclass
 from typing import ClassVar
 
-from roundelay.core.traits import Traits
-from roundelay.core.worker import Worker
-from roundelay.train.battery import check_strategy, in_threads
+from roundelay.strategies.base import Traits
+from roundelay.strategies.worker import Worker
+from roundelay.testing.conformance import check_strategy, in_threads
 
 
 @dataclass

@@ -29,8 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
     """Compiles (or loads) the kernels once, here, so that processes started later find them ready."""
-    kernels.warm(torch.float32)
-    kernels.warm(torch.float64)
+    kernels.compile_for(torch.float32)
+    kernels.compile_for(torch.float64)
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,15 @@ import pytest
 from crew import Crew
 
 from roundelay.errors import PeerLost
-from roundelay.strategy import STRATEGIES, build
+from roundelay.strategies import STRATEGIES, build
+from roundelay.testing.conformance import (
+    CHECKS,
+    RunSpec,
+    check_strategy,
+    check_zero_gradient_conserves_mean,
+    in_threads,
+)
 from roundelay.topology import TOPOLOGIES
-from roundelay.train.battery import LAWS, Case, check_strategy, in_threads, still_water
 
 FORMS: dict[str, dict[str, Any]] = {
     **{name: {} for name in STRATEGIES},
@@ -32,7 +38,7 @@ def promised(form: str, sizes: tuple[int, ...]) -> set[str]:
     traits = build(form.split()[0], FORMS[form]).traits
     found = set()
     for size in sizes if form != "single" else [s for s in sizes if s == 1]:
-        for law in LAWS:
+        for law in CHECKS:
             applies = {
                 "alone_it_is_single": size == 1,
                 "twice_the_same_bits": traits.deterministic,
@@ -82,7 +88,9 @@ def test_laws_between_machines(form: str, crew: Crew, tmp_path: Path) -> None:
 def test_gossip_gives_what_the_matrices_of_its_topology_give(topology: str, wire: str, crew: Crew, tmp_path: Path) -> None:
     traits = build("adpsgd").traits
     for size in (2, 3, 4):
-        assert still_water(Case("adpsgd", topology=topology, seed=5), traits, crew.on(wire), size, tmp_path)
+        assert check_zero_gradient_conserves_mean(
+            RunSpec("adpsgd", topology=topology, seed=5), traits, crew.on(wire), size, tmp_path
+        )
 
 
 # ------------------------------------------------------------------------------------------------ out of the tree

@@ -7,33 +7,34 @@ import socket
 from pathlib import Path
 
 import pytest
-from command import TORCHRUN, Jobs
+from check import TORCHRUN, Jobs
 
-from roundelay import cli
-from roundelay.check import command, links, machine
-from roundelay.check.links import Link
+from roundelay.cli import check
+from roundelay.cli.main import main
+from roundelay.preflight import links, machine
+from roundelay.preflight.links import MeasuredLink
 
 
 def test_alone_everything_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", f"run={tmp_path / 'run'}", "--json"]) == 0
+    assert main.main(["check", f"run={tmp_path / 'run'}", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["ok"]
     whats = {row["what"] for row in said["findings"]}
     assert {"versions", "device", "cores", "memory", "shared memory", "disk", "writing", "address", "store"} <= whats
     assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
-    assert cli.main(["check"]) == 0
+    assert main.main(["check"]) == 0
     assert "a run will work here" in capsys.readouterr().out
 
 
 def test_what_will_not_work_is_said_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert cli.main(["check", f"port={taken.getsockname()[1]}"]) == 2
+        assert main.main(["check", f"port={taken.getsockname()[1]}"]) == 2
     out = capsys.readouterr().out
     assert "FAILED   store: cannot listen on 127.0.0.1" in out
     assert "what to do: choose another port" in out
-    assert cli.main(["check", "host=192.0.2.1"]) == 2, "an address of nobody (RFC 5737)"
+    assert main.main(["check", "host=192.0.2.1"]) == 2, "an address of nobody (RFC 5737)"
     assert "must be an address of this machine" in capsys.readouterr().out
-    assert cli.main(["check", "hoost=auto"]) == 2
+    assert main.main(["check", "hoost=auto"]) == 2
     assert "did you mean 'host'" in capsys.readouterr().err
 
 
@@ -48,7 +49,9 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pyte
 
 
 def test_far_clocks_and_closed_doors_are_judged() -> None:
-    fine, skewed, closed = command.judged([Link(0, 1, 500.0, 0.1, 0.002), Link(0, 2, 90.0, 1.0, -7.5), Link(1, 2, error="no")])
+    fine, skewed, closed = check.judged(
+        [MeasuredLink(0, 1, 500.0, 0.1, 0.002), MeasuredLink(0, 2, 90.0, 1.0, -7.5), MeasuredLink(1, 2, error="no")]
+    )
     assert fine.state == "ok"
     assert "500 MB/s" in fine.found
     assert skewed.state == "warning"
@@ -76,8 +79,8 @@ def test_local_learners_measure_what_lies_between_them(jobs: Jobs) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_under_torchrun_rank_0_speaks_for_all(jobs: Jobs) -> None:
-    command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "roundelay", "check", "--json"]
-    ended = jobs.start(*command, OMP_NUM_THREADS="1").end(100).expect(0)
+    check = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "roundelay", "check", "--json"]
+    ended = jobs.start(*check, OMP_NUM_THREADS="1").end(100).expect(0)
     said = next(json.loads(line) for line in ended.out.splitlines() if line.startswith("{"))
     assert said["ok"]
     assert len(said["links"]) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command import Finished, Job, Jobs
 
-from roundelay import cli
+from roundelay.cli.main import main
 
 pytestmark = [pytest.mark.slow]
 
@@ -103,7 +103,7 @@ def test_a_run_killed_in_the_middle_of_saving_goes_on_from_the_checkpoint_before
 def finished(jobs: Jobs) -> Jobs:
     """A run of two epochs, one learner, a checkpoint per epoch."""
     settings = ["strategy=single", "epochs=2", "save_every_epochs=1", f"run={jobs.folder / 'run'}"]
-    assert cli.main(["train", jobs.task(trace=""), *settings]) == 0
+    assert main.main(["train", jobs.task(trace=""), *settings]) == 0
     assert jobs.checkpoints() == ["samples-000000000120", "samples-000000000240"]
     return jobs
 
@@ -143,12 +143,12 @@ def test_a_broken_checkpoint_is_an_error_when_named_and_passed_over_when_not(
     damage(newest / file)
     common = ["train", finished.task(trace=""), "strategy=single", "epochs=3", "progress=plain"]
 
-    assert cli.main([*common, f"run={run}", f"resume={newest}"]) == 3
+    assert main.main([*common, f"run={run}", f"resume={newest}"]) == 3
     err = capsys.readouterr().err
     assert "samples-000000000240" in err
     assert "what to do" in err
 
-    assert cli.main([*common, f"run={run}", "resume=auto"]) == 0
+    assert main.main([*common, f"run={run}", "resume=auto"]) == 0
     err = capsys.readouterr().err
     assert "passing over a broken checkpoint" in err
     assert "resuming from samples-000000000120" in err
@@ -159,8 +159,8 @@ def test_a_checkpoint_of_another_model_is_refused(finished: Jobs, capsys: pytest
     run = finished.folder / "run"
     shutil.copytree(run, finished.folder / "other")
     file = finished.folder / "lesson.toml"
-    file.write_text('task = "roundelay.train.battery:Lesson"\nprogress = "none"\n')
-    assert cli.main(["train", str(file), "strategy=single", f"run={finished.folder / 'other'}", "resume=auto"]) == 3
+    file.write_text('task = "roundelay.testing.conformance:ToyTask"\nprogress = "none"\n')
+    assert main.main(["train", str(file), "strategy=single", f"run={finished.folder / 'other'}", "resume=auto"]) == 3
     assert "the checkpoint has" in capsys.readouterr().err
 
 

@@ -8,11 +8,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from benchmarks import BENCHES
 from command import ROUNDELAY, TORCHRUN, Jobs
 
 import roundelay
-from roundelay import cli
-from roundelay.bench import BENCHES
+from roundelay.cli.main import main
 
 NINE = ["single", "sync", "asgd", "kstep", "bmuf", "dpsgd", "adpsgd", "delay_by_one", "hierarchical"]
 TRAITS = {"claims", "deterministic", "conserves_mean", "contracts", "survives_death", "state_rule"}
@@ -21,7 +21,7 @@ TRAITS = {"claims", "deterministic", "conserves_mean", "contracts", "survives_de
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     """The command's exit code, output and error output, run inside this process."""
     try:
-        code = cli.main(argv)
+        code = main.main(argv)
     except SystemExit as end:  # argparse leaves this way
         code = int(end.code or 0)
     captured = capsys.readouterr()
@@ -48,7 +48,7 @@ def test_list_topologies_with_their_gaps(capsys: pytest.CaptureFixture[str]) -> 
     assert all(0 < page["gap"] <= 1 and page["size"] == 6 for page in found.values())
 
 
-@pytest.mark.parametrize("what", cli.LISTS)
+@pytest.mark.parametrize("what", main.LISTS)
 def test_lists_for_people_name_everything(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, plain, _ = said(capsys, "list", what)
     assert code == 0
@@ -59,7 +59,7 @@ def test_lists_for_people_name_everything(what: str, capsys: pytest.CaptureFixtu
 
 def commands() -> list[str]:
     """Every command there is, benchmarks too."""
-    made = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    made = next(a for a in main.parser()._actions if isinstance(a, argparse._SubParsersAction))
     return ["", *made.choices, *(f"bench {name}" for name in BENCHES)]
 
 
@@ -74,7 +74,7 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("command", [c for c in commands() if c and not c.startswith("bench")])
 def test_every_argument_that_is_not_plain_says_what_it_is(command: str) -> None:
-    made = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    made = next(a for a in main.parser()._actions if isinstance(a, argparse._SubParsersAction))
     for action in made.choices[command]._actions:
         if "--json" in action.option_strings:
             assert action.help
@@ -102,7 +102,7 @@ def test_settings_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -
     assert [json.loads(out)[f"train.{key}"]["value"] for key in ("batch", "lr")] == [8, 0.25]
     for argv in (["config", folder, "--json", "what"], ["list", "strategies", "--json", "size=3"], ["check", "--jason"]):
         with pytest.raises(SystemExit) as ended:
-            cli.main(argv)
+            main.main(argv)
         assert ended.value.code == 2
         assert f"unrecognized arguments: {argv[-1]}" in capsys.readouterr().err
 

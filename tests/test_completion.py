@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roundelay import cli
+from roundelay.cli.main import main
 
 ASK_BASH = """
 source {script}
@@ -27,7 +27,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             written = folder / f"roundelay.{shell}"
             with written.open("w") as out:
                 patch.setattr("sys.stdout", out)
-                assert cli.main(["completion", shell]) == 0
+                assert main.main(["completion", shell]) == 0
         found[shell] = written
     return found
 

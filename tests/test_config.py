@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.config import AT_LEAST, CHOICES, TABLES, Settings, build_task, dumps, engine, explain, load
+from roundelay.config import CHOICES, MINIMUM, TABLES, TrainConfig, build_task, dumps, engine, explain, load
+from roundelay.engine.config import EngineConfig
 from roundelay.errors import UsageError
-from roundelay.train.options import Options
 
 # ------------------------------------------------------------------------------------------------------ round trip
 
@@ -25,7 +25,7 @@ tables = st.dictionaries(names, st.one_of(plain, st.lists(plain, max_size=3)), m
 
 
 def values(name: str, kind: str) -> st.SearchStrategy[Any]:
-    least = AT_LEAST.get(name)
+    least = MINIMUM.get(name)
     if name in CHOICES:
         return st.sampled_from(CHOICES[name])
     if name in TABLES:
@@ -41,40 +41,40 @@ def values(name: str, kind: str) -> st.SearchStrategy[Any]:
     return words
 
 
-any_settings = st.builds(Settings, **{f.name: values(f.name, str(f.type)) for f in fields(Settings)})
+any_settings = st.builds(TrainConfig, **{f.name: values(f.name, str(f.type)) for f in fields(TrainConfig)})
 
 
 @given(any_settings)
-def test_settings_written_down_load_back(tmp_path_factory: pytest.TempPathFactory, settings: Settings) -> None:
+def test_settings_written_down_load_back(tmp_path_factory: pytest.TempPathFactory, settings: TrainConfig) -> None:
     path = tmp_path_factory.mktemp("config") / "config.toml"
     path.write_text(dumps(settings), encoding="utf-8")
     assert load(path).settings == settings
 
 
 @given(any_settings)
-def test_overrides_say_the_same_as_a_file(settings: Settings) -> None:
+def test_overrides_say_the_same_as_a_file(settings: TrainConfig) -> None:
     overrides = [
         f"{f.name}={json.dumps(getattr(settings, f.name), ensure_ascii=False)}"
-        for f in fields(Settings)
+        for f in fields(TrainConfig)
         if f.name not in TABLES and "\x7f" not in str(getattr(settings, f.name))
     ]
     found = load(None, overrides).settings
-    for f in fields(Settings):
+    for f in fields(TrainConfig):
         if f.name not in TABLES and "\x7f" not in str(getattr(settings, f.name)):
             assert getattr(found, f.name) == getattr(settings, f.name)
 
 
 def test_no_file_gives_the_defaults() -> None:
     resolved = load(None)
-    assert resolved.settings == Settings()
+    assert resolved.settings == TrainConfig()
     assert set(resolved.origin.values()) == {"default"}
 
 
 def test_the_engine_gets_its_part() -> None:
-    settings = replace(Settings(), strategy="kstep", strategy_options={"K": 3}, clip=2.0, timeout_s=9.0)
+    settings = replace(TrainConfig(), strategy="kstep", strategy_options={"K": 3}, clip=2.0, timeout_s=9.0)
     options = engine(settings)
-    assert type(options) is Options
-    assert options == Options(strategy="kstep", strategy_options={"K": 3}, clip=2.0, timeout_s=9.0)
+    assert type(options) is EngineConfig
+    assert options == EngineConfig(strategy="kstep", strategy_options={"K": 3}, clip=2.0, timeout_s=9.0)
 
 
 # --------------------------------------------------------------------------------------------------------- origins
@@ -102,7 +102,7 @@ def test_later_wins_and_every_setting_says_where_it_came_from(file: Path) -> Non
 
 def test_the_explanation_names_every_setting_once(file: Path) -> None:
     lines = explain(load(file, ["lr=0.5"])).splitlines()
-    assert [line.split()[0] for line in lines] == [f.name for f in fields(Settings)]
+    assert [line.split()[0] for line in lines] == [f.name for f in fields(TrainConfig)]
     assert next(line for line in lines if line.startswith("lr ")).endswith("# command line")
     assert next(line for line in lines if line.startswith("strategy ")).endswith("# some.toml:2")
 
@@ -158,7 +158,7 @@ def test_mistakes_on_the_command_line(override: str, what: str, do: str) -> None
     assert do in caught.value.do
 
 
-@pytest.mark.parametrize("name", sorted(AT_LEAST))
+@pytest.mark.parametrize("name", sorted(MINIMUM))
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_numbers_that_are_none_are_refused(name: str, value: str) -> None:
     with pytest.raises(UsageError):
@@ -227,10 +227,10 @@ def test_tasks_that_cannot_be_built(task: str, what: str) -> None:
 
 
 def test_the_defaults_are_allowed_values() -> None:
-    for f in fields(Settings):
-        value = getattr(Settings(), f.name)
-        if f.name in AT_LEAST:
-            assert value >= AT_LEAST[f.name]
+    for f in fields(TrainConfig):
+        value = getattr(TrainConfig(), f.name)
+        if f.name in MINIMUM:
+            assert value >= MINIMUM[f.name]
             assert math.isfinite(value)
         if f.name in CHOICES:
             assert value in CHOICES[f.name]

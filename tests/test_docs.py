@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from roundelay import topology
-from roundelay.config import Settings
-from roundelay.strategy import STRATEGIES, describe
+from roundelay.config import TrainConfig
+from roundelay.strategies import STRATEGIES, describe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,10 +60,10 @@ def test_the_table_of_settings_is_complete_and_has_the_defaults() -> None:
     for names, defaults in rows:
         keys, values = re.findall(r"`(\w+)`", names), defaults.replace("`", "").split()
         said |= dict(zip(keys, values if len(values) == len(keys) else [""] * len(keys), strict=True))
-    for field in fields(Settings):
+    for field in fields(TrainConfig):
         assert field.name in said, field.name
         if said.get(field.name) and field.name != "run":
-            default = getattr(Settings(), field.name)
+            default = getattr(TrainConfig(), field.name)
             written = said[field.name]
             assert written == default if isinstance(default, str) else json.loads(written) == default, field.name
 

@@ -25,10 +25,11 @@ from documented import BY_TEST, CANNOT, INSTEAD, shrunk
 from pages import PAGES, PROGRAMS, ROOT, Block, Command, is_pattern, read, same
 from sandbox import Outcome, Sandbox
 
-from roundelay import cli, config
-from roundelay.core.events import ALWAYS, FIELDS
-from roundelay.recipe import settings as recipe_settings
-from roundelay.sim import cluster
+from roundelay import config
+from roundelay.cli.main import main
+from roundelay.metrics.events import ALWAYS, FIELDS
+from roundelay.recipes import config as recipe_settings
+from roundelay.simulate import cluster
 
 ROAD = "docs/howto/own-corpus.md"
 HOW = (
@@ -46,7 +47,7 @@ MADE = Path(ROOT / "docs" / "_make")
 
 @cache
 def bench_parser(which: str) -> Any:
-    return made("reference")["bench_parser"](__import__(cli.BENCHES[which], fromlist=["main"]).main)
+    return made("reference")["bench_parser"](__import__(main.BENCHES[which], fromlist=["main"]).main)
 
 
 @cache
@@ -70,7 +71,7 @@ def parses(text: str) -> bool:
     """Whether the real parser takes it; --help and --version count."""
     words = words_of(text)[1:]
     try:
-        args = cli.parser().parse_args(words)
+        args = main.parser().parse_args(words)
         if args.command == "bench":
             bench_parser(args.which).parse_args(args.rest)
     except SystemExit as end:
@@ -81,7 +82,7 @@ def parses(text: str) -> bool:
 def is_mention(text: str) -> bool:
     """`roundelay train` in running text: the name of a command, which must exist, not a command line."""
     words = words_of(text)
-    chosen = next(a for a in cli.parser()._actions if hasattr(a, "choices") and a.choices)
+    chosen = next(a for a in main.parser()._actions if hasattr(a, "choices") and a.choices)
     return words[0] == "roundelay" and len(words) == 2 and words[1] in chosen.choices and not parses(text)
 
 
@@ -281,7 +282,7 @@ def test_the_slurm_script_on_one_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/demo.md"])
 def test_the_demos_table_has_the_columns_the_pages_show(page: str) -> None:
     """The demo itself: tests/recipe/test_demo.py."""
-    from roundelay.recipe import demo
+    from roundelay.recipes import demo
 
     row = {"seconds": 1.0, "samples_per_s": 1.0, "logprob": -1.0, "wer": 1.0, "low": 1.0, "high": 1.0}
     pair = {"from": "sync", "to": "adpsgd", "difference": 0.0, "low": 0.0, "high": 0.0, "count": 80, "units": "speakers"}

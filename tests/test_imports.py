@@ -20,16 +20,16 @@ MODULES = {
     for path in sorted((SOURCE / "roundelay").rglob("*.py"))
 }
 
-MAY_DISTRIBUTE = ("roundelay.wire", "roundelay.train.launch", "roundelay.bench")
-NO_CLOCK = ("roundelay.strategy", "roundelay.topology")
+MAY_DISTRIBUTE = ("roundelay.wire", "roundelay.launch.local", "benchmarks")
+NO_CLOCK = ("roundelay.strategies", "roundelay.topology")
 CLOCKS_AND_DICE = ("time", "random", "threading")
-BASE = ("roundelay.errors", "roundelay.interrupts", "roundelay.progress")
+BASE = ("roundelay.errors", "roundelay.core.interrupts", "roundelay.log.progress")
 MAY_IMPORT_OF_OURS = {
-    "roundelay.strategy": ("roundelay.core", *BASE),
+    "roundelay.strategies": ("roundelay.core", *BASE),
     "roundelay.topology": ("roundelay.core", *BASE),
-    "roundelay.asr": BASE,
-    "roundelay.feed": BASE,
-    "roundelay.report": ("roundelay.core.events", *BASE),
+    "roundelay.speech": BASE,
+    "roundelay.data": BASE,
+    "roundelay.report": ("roundelay.metrics.events", *BASE),
 }
 
 
@@ -73,8 +73,8 @@ def complaints(source: str, module: str, is_package: bool = False) -> list[str]:
             foreign = inside(name, ("roundelay",)) and not inside(name, (room, *allowed))
             if inside(module, (room,)) and foreign:
                 found.append(where + f"{room} may not import {name}")
-        a_strategy = module.startswith("roundelay.strategy.")
-        if a_strategy and inside(name, ("roundelay.strategy",)) and not inside(name, (module,)):
+        a_strategy = module.startswith("roundelay.strategies.")
+        if a_strategy and inside(name, ("roundelay.strategies",)) and not inside(name, (module,)):
             found.append(where + f"a strategy stands alone and may not import {name}")
     return found
 
@@ -90,17 +90,17 @@ def test_every_file_keeps_the_import_rules(module: str) -> None:
     [
         ("roundelay.core.flat", "import torch.distributed"),
         ("roundelay.core.flat", "import torch.distributed.rpc as rpc"),
-        ("roundelay.train.loop", "from torch import distributed as dist"),
-        ("roundelay.train.loop", "from torch.distributed import all_reduce"),
-        ("roundelay.train.loop", "import torch\ntorch.distributed.barrier()"),
-        ("roundelay.strategy.sync", "def step():\n    import time"),
-        ("roundelay.strategy.sync", "from threading import Lock"),
+        ("roundelay.engine.trainer", "from torch import distributed as dist"),
+        ("roundelay.engine.trainer", "from torch.distributed import all_reduce"),
+        ("roundelay.engine.trainer", "import torch\ntorch.distributed.barrier()"),
+        ("roundelay.strategies.sync", "def step():\n    import time"),
+        ("roundelay.strategies.sync", "from threading import Lock"),
         ("roundelay.topology", "import random"),
-        ("roundelay.strategy.bmuf", "from .kstep import KStep"),
-        ("roundelay.strategy.bmuf", "from . import kstep"),
-        ("roundelay.strategy.sync", "from roundelay import topology"),
-        ("roundelay.strategy.sync", "from roundelay.wire.shm import Shm"),
-        ("roundelay.asr.task", "from ..core import task"),
+        ("roundelay.strategies.bmuf", "from .kstep import KStep"),
+        ("roundelay.strategies.bmuf", "from . import kstep"),
+        ("roundelay.strategies.sync", "from roundelay import topology"),
+        ("roundelay.strategies.sync", "from roundelay.comm.shared_memory import Shm"),
+        ("roundelay.speech.nnet.frame_task", "from ..core import task"),
         ("roundelay.report.page", "from roundelay.core import flat"),
     ],
 )
@@ -111,16 +111,16 @@ def test_the_rules_catch(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("roundelay.wire.torchdist", "import torch.distributed as dist"),
-        ("roundelay.train.launch", "from torch import distributed"),
-        ("roundelay.bench.throughput", "import torch\ntorch.distributed.barrier()"),
+        ("roundelay.comm.torch_backend", "import torch.distributed as dist"),
+        ("roundelay.launch.local", "from torch import distributed"),
+        ("benchmarks.throughput", "import torch\ntorch.distributed.barrier()"),
         (
-            "roundelay.strategy.sync",
-            "from roundelay.core.worker import Worker\nfrom roundelay.errors import UsageError",
+            "roundelay.strategies.sync",
+            "from roundelay.strategies.worker import Worker\nfrom roundelay.errors import UsageError",
         ),
         ("roundelay.topology", "import numpy.random"),
-        ("roundelay.asr.task", "from .model import Model\nfrom roundelay.progress import bar"),
-        ("roundelay.report.page", "from roundelay.core.events import Event"),
+        ("roundelay.speech.nnet.frame_task", "from .model import Model\nfrom roundelay.log.progress import bar"),
+        ("roundelay.report.page", "from roundelay.metrics.events import Event"),
     ],
 )
 def test_the_rules_allow(module: str, source: str) -> None:
@@ -128,4 +128,4 @@ def test_the_rules_allow(module: str, source: str) -> None:
 
 
 def test_the_strategy_table_may_import_its_files() -> None:
-    assert complaints("from .sync import Sync", "roundelay.strategy", is_package=True) == []
+    assert complaints("from .sync import Sync", "roundelay.strategies", is_package=True) == []

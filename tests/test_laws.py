@@ -7,7 +7,7 @@ import pytest
 from crew import Crew
 from laws import batch_norm, gradient_in_buckets, stuck_neighbour, updates_during_meetings
 
-from roundelay.train.battery import in_threads
+from roundelay.testing.conformance import in_threads
 
 
 @pytest.mark.dist

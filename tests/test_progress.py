@@ -9,10 +9,10 @@ import pytest
 from command import ROUNDELAY, Jobs
 from terminal import COLOUR, ESCAPE, in_terminal, lines_of
 
-from roundelay import progress
-from roundelay.progress import Pace, Progress, clock, wrapped
-from roundelay.train import panel
-from roundelay.train.panel import Subject, picture, plain, together
+from roundelay.log import progress
+from roundelay.log.progress import Progress, ProgressRate, format_duration, wrapped
+from roundelay.metrics import dashboard
+from roundelay.metrics.dashboard import RunTitle, aggregate, picture, plain
 
 WORDS = ("loss", "rate", "samples/s", "compute", "data", "staleness", "left", "slowest")
 
@@ -97,13 +97,13 @@ def test_a_terminal_that_cannot_move_its_cursor_is_plain(monkeypatch: pytest.Mon
 
     for term, kind in (("dumb", "plain"), ("", "plain"), ("xterm", "rich")):
         monkeypatch.setenv("TERM", term)
-        assert progress.choose("auto", Terminal()) == kind
-    assert progress.choose("auto", io.StringIO()) == "plain"
+        assert progress.select_mode("auto", Terminal()) == kind
+    assert progress.select_mode("auto", io.StringIO()) == "plain"
 
 
 def test_times_and_paces() -> None:
-    assert [clock(s) for s in (7, 750, 10931, float("inf"))] == ["0:07", "12:30", "3:02:11", "–"]
-    pace = Pace()
+    assert [format_duration(s) for s in (7, 750, 10931, float("inf"))] == ["0:07", "12:30", "3:02:11", "–"]
+    pace = ProgressRate()
     assert pace.left_s == float("inf")
     pace.at(100, 400, 10.0)  # a resumed run does not begin at 0
     pace.at(200, 400, 20.0)
@@ -122,7 +122,7 @@ def test_lines_are_wrapped_under_their_indent() -> None:
 
 
 def test_the_learners_figures_are_put_together() -> None:
-    whole = together([learner(0, loss=1.0, pair_distance=0.02), learner(1, loss=2.0, samples=480)])  # type: ignore[list-item]
+    whole = aggregate([learner(0, loss=1.0, pair_distance=0.02), learner(1, loss=2.0, samples=480)])  # type: ignore[list-item]
     assert whole.loss == pytest.approx(1.75), "weighted by samples"
     assert whole.samples_per_s == 320.0
     assert whole.shares["compute"] == pytest.approx(0.6)
@@ -131,10 +131,10 @@ def test_the_learners_figures_are_put_together() -> None:
 
 
 def test_a_line_says_everything() -> None:
-    pace = Pace()
+    pace = ProgressRate()
     pace.at(0, 1000, 0.0)
     pace.at(500, 1000, 10.0)
-    line = plain(Subject("adpsgd", 500, 21.0, 0.21), pace, together([learner(0), learner(1)]))  # type: ignore[list-item]
+    line = plain(RunTitle("adpsgd", 500, 21.0, 0.21), pace, aggregate([learner(0), learner(1)]))  # type: ignore[list-item]
     for word in (*WORDS, "50 %", "epoch 1.00 of 2", "6,720 frames/s", "67 × real time", "0:10 left"):
         assert word in line
 
@@ -144,14 +144,14 @@ def test_a_line_says_everything() -> None:
 def test_the_picture_fits(width: int, learners: int) -> None:
     from rich.console import Console
 
-    pace = Pace()
+    pace = ProgressRate()
     pace.at(0, 2_000_000, 0.0)
     pace.at(1_000_000, 2_000_000, 86_400.0)
     figures = [learner(r, samples_per_s=123456.0, pair_distance=0.0123) for r in range(learners)]
     out = io.StringIO()
-    drawn = picture(Subject("hierarchical(adpsgd), 12 learners", 900_000, 21.0, 0.21), pace, figures, "loss 1.2345", width)  # type: ignore[arg-type]
+    drawn = picture(RunTitle("hierarchical(adpsgd), 12 learners", 900_000, 21.0, 0.21), pace, figures, "loss 1.2345", width)  # type: ignore[arg-type]
     Console(file=out, width=width, color_system=None).print(drawn)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue(), "nothing is cut off"
-    assert ("and 4 more" in out.getvalue()) == (learners > panel.RANKS_SHOWN)
+    assert ("and 4 more" in out.getvalue()) == (learners > dashboard.RANKS_SHOWN)

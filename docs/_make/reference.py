@@ -19,11 +19,16 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from roundelay import cli, config, strategy, topology
-from roundelay.asr.model import PRESETS
-from roundelay.core import events, task, traits
-from roundelay.recipe import settings as recipe
-from roundelay.train import api, battery, learner, place
+from roundelay import config, strategies, topology
+from roundelay.api import session
+from roundelay.cli.main import main
+from roundelay.core import contracts
+from roundelay.engine import learner
+from roundelay.metrics import events
+from roundelay.recipes import config as recipe
+from roundelay.speech.nnet.lstm import PRESETS
+from roundelay.strategies import base
+from roundelay.testing import conformance
 
 FOLDER = Path(__file__).parents[1] / "reference"
 MADE = "<!-- Made from the code by docs/_make/reference.py; change it there, then: make docs -->\n\n"
@@ -80,12 +85,12 @@ def remarks(cls: type[Any]) -> dict[str, str]:
 def limits(name: str) -> str:
     if name in config.CHOICES:
         return "one of " + ", ".join(code(c) for c in config.CHOICES[name])
-    return f"at least {config.AT_LEAST[name]:g}" if name in config.AT_LEAST else ""
+    return f"at least {config.AT_LEAST[name]:g}" if name in config.MINIMUM else ""
 
 
 def settings_page() -> str:
-    said = remarks(config.Settings)
-    kinds = {f.name: str(f.type) for f in fields(config.Settings)}
+    said = remarks(config.TrainConfig)
+    kinds = {f.name: str(f.type) for f in fields(config.TrainConfig)}
     rows = [
         [
             code(f.name),
@@ -94,7 +99,7 @@ def settings_page() -> str:
             limits(f.name),
             said[f.name],
         ]
-        for f in sorted(fields(config.Settings), key=lambda f: list(said).index(f.name))
+        for f in sorted(fields(config.TrainConfig), key=lambda f: list(said).index(f.name))
     ]
     return f"""# Settings
 
@@ -160,12 +165,12 @@ def bench_parser(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
 
 
 def commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    top = cli.parser()
+    top = main.parser()
     chosen = next(a for a in top._actions if isinstance(a, argparse._SubParsersAction))
     for name, parser in chosen.choices.items():
         yield f"roundelay {name}", parser
         if name == "bench":
-            for which, module in cli.BENCHES.items():
+            for which, module in main.BENCHES.items():
                 yield f"roundelay bench {which}", bench_parser(importlib.import_module(module).main)
 
 
@@ -191,15 +196,15 @@ Exit codes: 0 done, 1 a bug, 2 usage, 3 data, 4 a peer was lost, 130 interrupted
 
 
 def tables_page() -> str:
-    said = {name: strategy.describe(name) for name in strategy.STRATEGIES}
+    said = {name: strategies.describe(name) for name in strategies.STRATEGIES}
     equations = [
         [f"[{n}](../strategies/{n}.md)", code(d["equation"]), d["use"], d["weakness"], d["reference"]] for n, d in said.items()
     ]
     options = [
         [code(n), code(k), shown(v)] for n, d in said.items() for k, v in d["settings"].items() if not isinstance(v, type)
     ]
-    promises = [f.name for f in fields(traits.Traits)]
-    meanings = remarks(traits.Traits)
+    promises = [f.name for f in fields(base.Traits)]
+    meanings = remarks(base.Traits)
     held = [
         [code(n), *(str(d["traits"][p]).lower().replace("true", "yes").replace("false", "no") for p in promises)]
         for n, d in said.items()
@@ -235,7 +240,7 @@ The gap 1 - sqrt(c) per round, by number of learners (1: agreement within a swee
 
 ## Wires
 
-{table(["name", "who carries the vectors"], [[code(n), text] for n, text in place.WIRES.items()])}
+{table(["name", "who carries the vectors"], [[code(n), text] for n, text in context.BACKENDS.items()])}
 
 ## Acoustic models
 
@@ -313,20 +318,20 @@ def callable_part(name: str, thing: Any, level: str = "##") -> str:
 
 
 def python_page() -> str:
-    parts = [callable_part("roundelay.join", api.join)]
+    parts = [callable_part("roundelay.join", session.open_session)]
     parts.append("## Learner\n\n" + inspect.cleandoc(learner.Learner.__doc__ or "") + " What `join` returns.\n")
     for name in ("claim", "step", "until_all_done"):
         parts.append(callable_part(f"learner.{name}", getattr(learner.Learner, name), "###"))
     parts.append("`learner.rank` and `learner.size` say which of how many this one is; `learner.steps` counts its steps.\n")
-    parts.append(callable_part("roundelay.fit", api.fit))
-    parts.append("## Task\n\n" + inspect.cleandoc(task.__doc__ or "") + "\n")
+    parts.append(callable_part("roundelay.fit", session.fit))
+    parts.append("## Task\n\n" + inspect.cleandoc(contracts.__doc__ or "") + "\n")
     rows = [
-        [code(n), " ".join((inspect.getdoc(getattr(task.Task, n)) or "").split())]
+        [code(n), " ".join((inspect.getdoc(getattr(contracts.Task, n)) or "").split())]
         for n in ("samples", "build", "batch", "loss", "evaluate")
     ]
     parts.append(table(["", "meaning"], rows) + "\n")
-    parts.append(callable_part("roundelay.core.events.read_events", events.read_events))
-    parts.append(callable_part("roundelay.train.battery.check_strategy", battery.check_strategy))
+    parts.append(callable_part("roundelay.metrics.events.read_events", events.read_events))
+    parts.append(callable_part("roundelay.testing.conformance.check_strategy", conformance.check_strategy))
     text = "\n".join(parts)
     return f"""# Python
 

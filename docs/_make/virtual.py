@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from roundelay.recipe.curves import chart
+from benchmarks.curves import chart
 
 DOCS = Path(__file__).parents[1]
 RESULTS = DOCS.parent / "benchmarks" / "results"

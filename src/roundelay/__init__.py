@@ -17,13 +17,13 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "fit", "join"]
 
 if TYPE_CHECKING:
-    from roundelay.train.api import fit, join
+    from roundelay.api.session import fit, open_session
 
 
 def __getattr__(name: str) -> Any:
     # torch and the compiler of the kernels take seconds to import: only when they are needed
     if name in ("join", "fit"):
-        from roundelay.train import api
+        from roundelay.api import session
 
-        return getattr(api, name)
+        return getattr(session, name)
     raise AttributeError(f"module 'roundelay' has no attribute '{name}'")

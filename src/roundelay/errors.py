@@ -49,7 +49,7 @@ class Interrupted(RoundelayError):
     exit_code = 130
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence that offers the known name nearest to a wrong one, or lists them all."""
     names = sorted(known)
     lowered = {n.lower(): n for n in names}

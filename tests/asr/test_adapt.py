@@ -10,14 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_speech import LEXICON, toy
 
-from roundelay.asr.adapt import AdaptedFeatures, adapt
-from roundelay.asr.corpus import Corpus, Utterance
-from roundelay.asr.features import FeatureOptions, FeatureStore, extract, from_spec
-from roundelay.asr.fmllr import SpeakerStatistics, adapted, log_volume
-from roundelay.asr.gmm import Gmm
-from roundelay.asr.gmm_train import MonoOptions, SatOptions, TriOptions, train_adapted, train_mono, train_tri
-from roundelay.asr.hmm import Frontend
 from roundelay.errors import DataError
+from roundelay.speech.corpora.data_dir import Corpus, Utterance
+from roundelay.speech.features.extract import FeatureOptions, FeatureStore, extract, from_spec
+from roundelay.speech.hmm.adaptation import AdaptedFeatures, adapt
+from roundelay.speech.hmm.fmllr import SpeakerStatistics, adapted, log_volume
+from roundelay.speech.hmm.gmm import Gmm
+from roundelay.speech.hmm.hmm import Frontend
+from roundelay.speech.hmm.train_gmm import (
+    MonoOptions,
+    SatOptions,
+    TriOptions,
+    train_adapted,
+    train_mono,
+    train_tri,
+)
 
 DIM, PDFS = 5, 12
 

@@ -13,13 +13,21 @@ import numpy as np
 import pytest
 from toy_speech import LEXICON, Toy, ToyLexicon, toy
 
-from roundelay.asr import times
-from roundelay.asr.align import Alignments, MonoOptions, TriOptions, align_all, train_mono, train_tri, write_states
-from roundelay.asr.corpus import Corpus, Utterance, read_data_dir
-from roundelay.asr.features import FeatureOptions, extract
-from roundelay.asr.hmm import AlignmentModel, seconds
-from roundelay.asr.shards import Block
 from roundelay.errors import DataError
+from roundelay.speech.corpora.data_dir import Corpus, Utterance, read_data_dir
+from roundelay.speech.features.extract import FeatureOptions, extract
+from roundelay.speech.hmm import word_times
+from roundelay.speech.hmm.align import (
+    Alignments,
+    MonoOptions,
+    TriOptions,
+    align_all,
+    train_mono,
+    train_tri,
+    write_states,
+)
+from roundelay.speech.hmm.em_workers import UtteranceBlock
+from roundelay.speech.hmm.hmm import AlignmentModel, seconds
 
 DATA = Path(os.environ.get("ROUNDELAY_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 Lexicon: Any = LEXICON
@@ -131,7 +139,7 @@ def test_a_model_does_not_depend_on_the_number_of_processes(speech: Toy, tmp_pat
 
 
 def test_a_corpus_too_large_to_hold_is_read_again_in_every_pass(speech: Toy, mono: AlignmentModel) -> None:
-    held, read = (Block(spoken(speech), speech, Lexicon, hold) for hold in (True, False))
+    held, read = (UtteranceBlock(spoken(speech), speech, Lexicon, hold) for hold in (True, False))
     for realign in (True, False):
         a, b = held.train(mono, realign), read.train(mono, realign)
         assert a.gmm.loglike == b.gmm.loglike
@@ -216,18 +224,18 @@ def test_offsets_of_word_starts_are_measured(speech: Toy, mono: AlignmentModel, 
         for id in made.ids
         for word, first, end in made.words(id)
     ]
-    (tmp_path / times.FILE).write_text("".join(lines))
-    found = times.compare(made, times.read_word_times(tmp_path / times.FILE))
+    (tmp_path / word_times.FILE).write_text("".join(lines))
+    found = word_times.compare(made, word_times.read_word_times(tmp_path / word_times.FILE))
     assert (found.words, found.within_100_ms, found.first_words_within_100_ms) == (len(lines), 1.0, 1.0)
     assert found.median_ms == pytest.approx(1e3 * late, abs=0.1)
     lines[0] = lines[0].replace(f"{seconds(made.words(made.ids[0])[0][1]) - late:.4f}", "-5")
-    (tmp_path / times.FILE).write_text("".join(lines))
-    found = times.compare(made, times.read_word_times(tmp_path / times.FILE))
+    (tmp_path / word_times.FILE).write_text("".join(lines))
+    found = word_times.compare(made, word_times.read_word_times(tmp_path / word_times.FILE))
     assert found.within_100_ms == pytest.approx(1 - 1 / len(lines))
     assert found.first_words_within_100_ms == pytest.approx(1 - 1 / len(made.ids))
-    (tmp_path / times.FILE).write_text("toy-0000 A 0.1\n")
+    (tmp_path / word_times.FILE).write_text("toy-0000 A 0.1\n")
     with pytest.raises(DataError, match=r"not 'utterance word start end'[\s\S]*line 1"):
-        times.read_word_times(tmp_path / times.FILE)
+        word_times.read_word_times(tmp_path / word_times.FILE)
 
 
 def test_scores_from_elsewhere_align_as_well(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:

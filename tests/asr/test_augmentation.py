@@ -11,17 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.asr.align import write_states
-from roundelay.asr.audio import read_audio
-from roundelay.asr.corpus import Corpus, Utterance
-from roundelay.asr.fbank import add_deltas, log_mel
-from roundelay.asr.features import FeatureOptions, extract
-from roundelay.asr.masking import Masks
-from roundelay.asr.model import AcousticModel
-from roundelay.asr.speeds import at_other_speeds
-from roundelay.asr.task import FrameTask
-from roundelay.asr.warping import Warp
 from roundelay.errors import DataError, UsageError
+from roundelay.speech.corpora.data_dir import Corpus, Utterance
+from roundelay.speech.features.audio import read_audio
+from roundelay.speech.features.augment import Masks, Warp
+from roundelay.speech.features.extract import FeatureOptions, extract
+from roundelay.speech.features.fbank import add_deltas, log_mel
+from roundelay.speech.features.speed_perturb import at_other_speeds
+from roundelay.speech.hmm.align import write_states
+from roundelay.speech.nnet.frame_task import FrameTask
+from roundelay.speech.nnet.lstm import AcousticModel
 
 RATE = 8000
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from roundelay import cli
-from roundelay.asr import memory
-from roundelay.asr.features import FeatureStore, from_spec
-from roundelay.asr.kaldi import read_matrices, write_matrices
-from roundelay.asr.model import AcousticModel, ModelShape
+from roundelay.cli.main import main
 from roundelay.errors import DataError
-from roundelay.recipe.systems import NetworkSystem
+from roundelay.recipes.systems import NetworkSystem
+from roundelay.speech import memory_guard
+from roundelay.speech.features.extract import FeatureStore, from_spec
+from roundelay.speech.features.kaldi_ark import read_matrices, write_matrices
+from roundelay.speech.nnet.lstm import AcousticModel, ModelShape
 
 RATE = 8000
 WORDS = {"u1": "ONE TWO", "u2": "TWO", "u3": "ONE"}
@@ -58,7 +58,7 @@ def told(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Told
     """Runs the recipe up to the features; its exit code and what it said."""
 
     def run(*overrides: str) -> tuple[int, str]:
-        code = cli.main(["run", str(tmp_path), f"run={tmp_path / 'run'}", *overrides, "--until", "features", "--jobs", "1"])
+        code = main.main(["run", str(tmp_path), f"run={tmp_path / 'run'}", *overrides, "--until", "features", "--jobs", "1"])
         return code, capsys.readouterr().err
 
     return run
@@ -124,7 +124,7 @@ def test_an_utterance_without_words_stays_and_one_too_short_is_left_out_and_coun
     left = {name: FeatureStore.open(tmp_path / "run" / "features" / name).skipped for name in ("train", "dev", "test")}
     assert [list(names) for names in left.values() if names] == [["u3"]]
     assert "1 utterances too short and left out" in said
-    assert cli.main(["prepare", str(data), str(tmp_path / "prepared"), "--jobs", "1"]) == 0
+    assert main.main(["prepare", str(data), str(tmp_path / "prepared"), "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert ": 2 utterances" in out
     assert "skipped u3: too short: 1 frames, 3 are needed" in out
@@ -145,8 +145,8 @@ def test_an_utterance_longer_than_allowed(data: Path, told: Told) -> None:
 
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SMALL", 0)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 100_000.0)
+    monkeypatch.setattr(memory_guard, "SMALL", 0)
+    monkeypatch.setattr(memory_guard, "available_bytes", lambda: 100_000.0)
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -173,19 +173,19 @@ def test_features_and_scores_longer_than_memory_are_not_read(tmp_path: Path, mon
     with pytest.raises(DataError, match=r"features of 900 frames would take[\s\S]*utterance u7, .*x\.scp"):
         store["u7"]
     system = NetworkSystem(AcousticModel(ModelShape(inputs=30, layers=1, hidden=2, bottleneck=0, outputs=50)), np.zeros(50))
-    monkeypatch.setattr(memory, "available_bytes", lambda: 300_000.0)
+    monkeypatch.setattr(memory_guard, "available_bytes", lambda: 300_000.0)
     assert store["u7"].shape == (900, 30)
     with pytest.raises(DataError, match=r"scoring 900 frames would take[\s\S]*utterance u7, features .*x\.scp"):
         system.scores(store, "u7")
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1e6)
+    monkeypatch.setattr(memory_guard, "available_bytes", lambda: 1e6)
     assert system.scores(store, "u7").shape == (900, 50)
 
 
 def test_memory_is_what_the_system_says() -> None:
-    assert memory.available_bytes() > 1e6
-    memory.require(1e3, "a little", "here")
+    assert memory_guard.available_bytes() > 1e6
+    memory_guard.require(1e3, "a little", "here")
     with pytest.raises(DataError, match=r"would take 1000000000\.0 GB"):
-        memory.require(1e18, "an ocean", "here")
+        memory_guard.require(1e18, "an ocean", "here")
 
 
 def test_a_header_that_promises_more_than_its_file_takes_no_memory(tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def test_commands_in_a_data_directory_are_run_only_when_allowed(
     assert "the recording u2 is a command" in said
     assert f"{data / 'wav.scp'}, line 2" in said
     prepare = ["prepare", str(data), str(tmp_path / "prepared"), "--jobs", "1"]
-    assert cli.main(prepare) == 3
+    assert main.main(prepare) == 3
     assert not trace.exists()
-    assert cli.main([*prepare, "--allow-pipes"]) == 0
+    assert main.main([*prepare, "--allow-pipes"]) == 0
     assert trace.exists()
     assert ": 3 utterances" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.asr.chunks import IGNORE, cut, gather, order
+from roundelay.speech.features.windows import IGNORE, cut, gather, order
 
 
 class Marked:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from roundelay.asr.corpus import Corpus, Utterance, read_audio, read_data_dir, write_data_dir
 from roundelay.errors import DataError
+from roundelay.speech.corpora.data_dir import Corpus, Utterance, read_audio, read_data_dir, write_data_dir
 
 RATE = 8000
 

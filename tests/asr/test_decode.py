@@ -12,17 +12,17 @@ from decoding import Entries, Pronounced, TiedModel, clear_scores, exhaustive, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundelay.asr import decode
-from roundelay.asr.decode import DecodeOptions, Decoder, _middle_of_best, choose_scale, decode_all
-from roundelay.asr.fst import arrays_of, read_fst, write_arrays
-from roundelay.asr.gmm import Gmm
-from roundelay.asr.graph import Graph, build_graph, load_graph, own_graph
-from roundelay.asr.hmm import AlignmentModel
-from roundelay.asr.kaldi import write_matrices
-from roundelay.asr.lexicon import Lexicon
-from roundelay.asr.ngram import estimate, one_of
-from roundelay.asr.score import score
 from roundelay.errors import DataError, UsageError
+from roundelay.speech import decode
+from roundelay.speech.decode import DecodeOptions, Decoder, _middle_of_best, choose_scale, decode_all
+from roundelay.speech.features.kaldi_ark import write_matrices
+from roundelay.speech.graph.fst import arrays_of, read_fst, write_arrays
+from roundelay.speech.graph.hclg import Graph, build_graph, load_graph, own_graph
+from roundelay.speech.graph.ngram import estimate, one_of
+from roundelay.speech.hmm.gmm import Gmm
+from roundelay.speech.hmm.hmm import AlignmentModel
+from roundelay.speech.hmm.lexicon import Lexicon
+from roundelay.speech.score import score
 
 EXACT = DecodeOptions(beam=1000.0, max_active=1_000_000, acoustic_scale=1.0)
 # Some sound alike (y, z), and some begin others, so that one string of phones has two readings (v x and w).

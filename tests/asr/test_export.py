@@ -12,14 +12,14 @@ import soundfile
 import torch
 from safetensors.numpy import load_file
 
-from roundelay import cli
-from roundelay.asr import export
-from roundelay.asr.corpus import Corpus, Utterance, write_data_dir
-from roundelay.asr.features import FeatureOptions, FeatureStore, extract
-from roundelay.asr.kaldi import read_matrices
-from roundelay.asr.model import AcousticModel, ModelShape
+from roundelay.cli.main import main
 from roundelay.errors import DataError, UsageError
-from roundelay.recipe.systems import NetworkSystem, open_system, save_network
+from roundelay.recipes.systems import NetworkSystem, open_system, save_network
+from roundelay.speech.corpora.data_dir import Corpus, Utterance, write_data_dir
+from roundelay.speech.features.extract import FeatureOptions, FeatureStore, extract
+from roundelay.speech.features.kaldi_ark import read_matrices
+from roundelay.speech.nnet import export
+from roundelay.speech.nnet.lstm import AcousticModel, ModelShape
 
 OPTIONS = FeatureOptions(mels=8, deltas=1)
 SHAPE = ModelShape(inputs=16, layers=2, hidden=6, bottleneck=5, outputs=9)
@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_what_is_exported_reads_back_and_scores_the_same(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, data = tmp_path / "out", tmp_path / "audio" / "data"
-    assert cli.main(["export", str(run), str(out), "--posteriors", str(data), "--jobs", "1"]) == 0
+    assert main.main(["export", str(run), str(out), "--posteriors", str(data), "--jobs", "1"]) == 0
     assert "log posteriors of 3 utterances" in capsys.readouterr().out
     store, ours = FeatureStore.open(run / "features" / "train"), open_system(run, "lstm")
     assert isinstance(ours, NetworkSystem)
@@ -86,7 +86,7 @@ def test_onnx_gives_the_same_posteriors(shape: ModelShape, tmp_path: Path) -> No
 
 
 def test_onnx_by_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", str(run), str(tmp_path / "out"), "--onnx"]) == 0
+    assert main.main(["export", str(run), str(tmp_path / "out"), "--onnx"]) == 0
     assert "model.onnx: log posteriors equal to" in capsys.readouterr().out
     assert (tmp_path / "out" / "model.onnx").stat().st_size > 4 * SHAPE.parameters
 

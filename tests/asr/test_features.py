@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import soundfile
 
-from roundelay.asr.corpus import Corpus, Utterance
-from roundelay.asr.fbank import add_deltas, cepstra, frame_count, log_mel
-from roundelay.asr.features import FeatureOptions, FeatureStore, PastedStore, extract, from_spec
-from roundelay.asr.kaldi import write_matrices
 from roundelay.errors import DataError, UsageError
+from roundelay.speech.corpora.data_dir import Corpus, Utterance
+from roundelay.speech.features.extract import FeatureOptions, FeatureStore, PastedStore, extract, from_spec
+from roundelay.speech.features.fbank import add_deltas, cepstra, frame_count, log_mel
+from roundelay.speech.features.kaldi_ark import write_matrices
 
 RATE = 8000
 

@@ -11,16 +11,17 @@ import pytest
 from command import Jobs
 from toy_kaldi import FMLLR, IVECTOR, LOGMEL, NUM_PDFS, SETS, write_kaldi_layout
 
-from roundelay import cli
-from roundelay.asr.align import Alignments
-from roundelay.asr.features import from_spec
-from roundelay.asr.kaldi import read_matrices
-from roundelay.asr.model import AcousticModel
+from roundelay.cli.main import main
 from roundelay.errors import DataError, UsageError
-from roundelay.recipe import settings, stages
-from roundelay.recipe.runner import GIVEN_STAGES, STAGES, fingerprint
-from roundelay.recipe.stages import Work
-from roundelay.recipe.use import options_of_run
+from roundelay.recipes import config as recipe_config
+from roundelay.recipes import stages
+from roundelay.recipes.inference import options_of_run
+from roundelay.recipes.pipeline import GIVEN_STAGES, STAGES, fingerprint
+from roundelay.recipes.stages import PipelineContext
+from roundelay.speech.features.extract import from_spec
+from roundelay.speech.features.kaldi_ark import read_matrices
+from roundelay.speech.hmm.align import Alignments
+from roundelay.speech.nnet.lstm import AcousticModel
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for a whole recipe
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -55,7 +56,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_again(recipe: Path, run: Path, *more: str) -> int:
-    return cli.main(["run", str(recipe), f"run={run}", *SMALL, *more, "--jobs", "1"])
+    return main.main(["run", str(recipe), f"run={run}", *SMALL, *more, "--jobs", "1"])
 
 
 @pytest.mark.slow
@@ -92,7 +93,7 @@ def test_a_graph_of_pdfs_decodes_the_same_and_trains_nothing(done: Path, capsys:
     assert "decode …" in told
     assert hypotheses.read_text() == before
     # Kaldi's own graph for alignments that were turned into pdfs: both kinds of label in one recipe.
-    assert settings.load(done, [*SMALL, *BY_PDF]).given is not None
+    assert recipe_config.load(done, [*SMALL, *BY_PDF]).given is not None
 
 
 def test_without_a_graph_the_posteriors_go_to_kaldi(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,10 +103,10 @@ def test_without_a_graph_the_posteriors_go_to_kaldi(done: Path, tmp_path: Path, 
     assert "decode the posteriors elsewhere" in capsys.readouterr().err
     assert json.loads((run / "result.json").read_text())["systems"] == []
 
-    streams = settings.load(done).given.test_features  # type: ignore[union-attr]
+    streams = recipe_config.load(done).given.test_features  # type: ignore[union-attr]
     streams = "+".join(str(done / part) for part in streams.split("+"))
     out = tmp_path / "exported"
-    assert cli.main(["export", str(run), str(out), "--posteriors", streams]) == 0
+    assert main.main(["export", str(run), str(out), "--posteriors", streams]) == 0
     assert "post.scp" in capsys.readouterr().out
     written, features, model = read_matrices(out / "post.scp"), from_spec(streams), AcousticModel.load(out)
     assert sorted(written) == features.ids
@@ -168,10 +169,10 @@ def test_features_and_alignments_of_different_length_are_named(
 
 def test_transition_ids_need_their_model_only_where_they_are_used() -> None:
     common = {"num_pdfs": 3, "train_features": "a", "train_alignments": "b", "dev_features": "c", "dev_alignments": "d"}
-    settings.Given(**common, alignment_labels="pdfs")  # type: ignore[arg-type]
-    settings.Given(**common, alignment_labels="pdfs", graph="g", graph_labels="pdfs")  # type: ignore[arg-type]
+    recipe_config.KaldiInputs(**common, alignment_labels="pdfs")  # type: ignore[arg-type]
+    recipe_config.KaldiInputs(**common, alignment_labels="pdfs", graph="g", graph_labels="pdfs")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="graph_labels is transitions"):
-        settings.Given(**common, alignment_labels="pdfs", graph="g")  # type: ignore[arg-type]
+        recipe_config.KaldiInputs(**common, alignment_labels="pdfs", graph="g")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------- nothing stale, nothing twice
@@ -180,7 +181,10 @@ def test_transition_ids_need_their_model_only_where_they_are_used() -> None:
 def test_only_what_a_network_is_trained_on_trains_it_again() -> None:
     def changed(*overrides: str) -> list[str]:
         prints = []
-        for recipe in (settings.load(RECIPES / "switchboard"), settings.load(RECIPES / "switchboard", list(overrides))):
+        for recipe in (
+            recipe_config.load(RECIPES / "switchboard"),
+            recipe_config.load(RECIPES / "switchboard", list(overrides)),
+        ):
             before, found = "", {}
             for stage in GIVEN_STAGES:
                 found[stage.name] = before = fingerprint(recipe, stage, before)
@@ -198,8 +202,8 @@ def test_a_network_trained_on_other_alignments_is_not_continued(tmp_path: Path, 
     weights = tmp_path / "begun" / "model.safetensors"
     weights.parent.mkdir()
     weights.write_bytes(b"some weights")
-    recipe = settings.load(RECIPES / "digits", [f"network.start_from={weights.parent}"])
-    work = Work(recipe, tmp_path, 1, lambda _: None, "none")
+    recipe = recipe_config.load(RECIPES / "digits", [f"network.start_from={weights.parent}"])
+    work = PipelineContext(recipe, tmp_path, 1, lambda _: None, "none")
     (tmp_path / "stages").mkdir()
     mark, checkpoint = tmp_path / "stages" / "align.json", tmp_path / "network" / "ckpt"
 
@@ -220,6 +224,6 @@ def test_a_network_trained_on_other_alignments_is_not_continued(tmp_path: Path, 
 def test_limits_are_no_reason_to_do_a_stage_again() -> None:
     prints = []
     for overrides in ([], ["features.longest_s=600"]):
-        recipe = settings.load(RECIPES / "digits", overrides)
+        recipe = recipe_config.load(RECIPES / "digits", overrides)
         prints.append([fingerprint(recipe, stage, "") for stage in STAGES])
     assert prints[0] == prints[1]

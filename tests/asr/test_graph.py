@@ -14,11 +14,17 @@ from decoding import Pronounced, TiedModel, graph_log10, random_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundelay.asr.fst import ARC, Arrays, arrays_of, fst_of, read_fst, write_arrays
-from roundelay.asr.graph import build_graph, lexicon_fingerprint, load_graph, model_fingerprint, own_graph
-from roundelay.asr.ngram import Ngram, estimate, one_of
-from roundelay.asr.transducers import Symbols, grammar_fst
 from roundelay.errors import DataError, UsageError
+from roundelay.speech.graph.fst import ARC, Arrays, arrays_of, fst_of, read_fst, write_arrays
+from roundelay.speech.graph.hclg import (
+    build_graph,
+    lexicon_fingerprint,
+    load_graph,
+    model_fingerprint,
+    own_graph,
+)
+from roundelay.speech.graph.ngram import Ngram, estimate, one_of
+from roundelay.speech.graph.transducers import Symbols, grammar_fst
 
 ENTRIES = {
     "ONE": [(("W", "AH", "N"), 1.0)],

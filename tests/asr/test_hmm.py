@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_speech import LEXICON, MELS
 
-from roundelay.asr.gmm import Gmm, GmmStatistics
-from roundelay.asr.hmm import AlignmentModel, Frontend, UtteranceGraph, monophone_table, seconds, utterance_graph
-from roundelay.asr.viterbi import StateGraph, best_path
 from roundelay.errors import DataError
+from roundelay.speech.hmm.gmm import Gmm, GmmStatistics
+from roundelay.speech.hmm.hmm import (
+    AlignmentModel,
+    Frontend,
+    UtteranceGraph,
+    monophone_table,
+    seconds,
+    utterance_graph,
+)
+from roundelay.speech.hmm.viterbi import StateGraph, best_path
 
 Array = np.ndarray[Any, Any]
 

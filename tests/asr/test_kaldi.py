@@ -9,8 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roundelay.asr.kaldi import read_matrices, read_pdf_alignments, read_transitions, write_matrices
 from roundelay.errors import DataError
+from roundelay.speech.features.kaldi_ark import (
+    read_matrices,
+    read_pdf_alignments,
+    read_transitions,
+    write_matrices,
+)
 
 kaldiio = pytest.importorskip("kaldiio")
 rng = np.random.default_rng(0)

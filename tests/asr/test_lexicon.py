@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.asr.arpabet import from_ipa
-from roundelay.asr.lexicon import Lexicon, from_counts, pronounce
 from roundelay.errors import DataError, UsageError
+from roundelay.speech.hmm.arpabet import from_ipa
+from roundelay.speech.hmm.lexicon import Lexicon, from_counts, pronounce
 
 PLAIN = "HELLO HH AH L OW\nHELLO HH EH L OW\nTHE DH AH\nONE W AH N\n!SIL SIL\n"
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from roundelay.asr.corpus import read_audio
-from roundelay.asr.lhotse import import_lhotse
 from roundelay.errors import DataError
+from roundelay.speech.corpora.data_dir import read_audio
+from roundelay.speech.corpora.lhotse_manifest import import_lhotse
 
 RECORDING: dict[str, Any] = {
     "id": "rec1",

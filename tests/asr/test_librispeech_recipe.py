@@ -13,9 +13,9 @@ import soundfile
 import soxr
 from command import Jobs
 
-from roundelay import cli
-from roundelay.asr.corpus import Utterance, read_audio, read_data_dir, write_data_dir
-from roundelay.recipe.runner import STAGES
+from roundelay.cli.main import main
+from roundelay.recipes.pipeline import STAGES
+from roundelay.speech.corpora.data_dir import Utterance, read_audio, read_data_dir, write_data_dir
 
 DATA = Path(os.environ.get("ROUNDELAY_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 DIGITS = DATA / "fsdd"
@@ -99,7 +99,7 @@ def test_a_run_decodes_when_its_corpus_is_gone(done: Path, capsys: pytest.Captur
     )
     (done / "LibriSpeech").rename(done / "moved")
     try:
-        assert cli.main(["decode", str(done / "run"), "--data", str(new), "--jobs", "1", "--json"]) == 0
+        assert main.main(["decode", str(done / "run"), "--data", str(new), "--jobs", "1", "--json"]) == 0
     finally:
         (done / "moved").rename(done / "LibriSpeech")
     told = json.loads(capsys.readouterr().out)

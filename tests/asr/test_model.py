@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from roundelay import cli
-from roundelay.asr.model import PRESETS, AcousticModel, ModelShape, preset_shape
+from roundelay.cli.main import main
 from roundelay.errors import DataError, UsageError
+from roundelay.speech.nnet.lstm import PRESETS, AcousticModel, ModelShape, preset_shape
 
 
 def test_the_published_network_has_its_published_size_and_learns_on_a_cpu() -> None:
@@ -36,7 +36,7 @@ def test_parameters_are_counted_without_building(name: str) -> None:
 
 
 def test_list_models(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["list", "models", "--json"]) == 0
+    assert main.main(["list", "models", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["swb2000"]["parameters"] == 43_154_944
     assert set(found) == set(PRESETS)

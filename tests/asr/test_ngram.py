@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundelay.asr.ngram import BEGIN, END, UNKNOWN, estimate, one_of, read_arpa
 from roundelay.errors import DataError, UsageError
+from roundelay.speech.graph.ngram import BEGIN, END, UNKNOWN, estimate, one_of, read_arpa
 
 sentences = st.lists(st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=6), max_size=30)
 orders = st.integers(1, 4)

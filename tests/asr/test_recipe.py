@@ -13,12 +13,13 @@ import soundfile
 from command import Jobs
 from safetensors.numpy import load_file
 
-from roundelay import cli, config
-from roundelay.asr.corpus import Utterance, read_data_dir, write_data_dir
-from roundelay.asr.kaldi import read_matrices
+from roundelay import config
+from roundelay.cli.main import main
 from roundelay.errors import UsageError
-from roundelay.recipe import settings
-from roundelay.recipe.runner import STAGES, planned
+from roundelay.recipes import config as recipe_config
+from roundelay.recipes.pipeline import STAGES, planned
+from roundelay.speech.corpora.data_dir import Utterance, read_data_dir, write_data_dir
+from roundelay.speech.features.kaldi_ark import read_matrices
 
 DATA = Path(os.environ.get("ROUNDELAY_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 DIGITS = DATA / "fsdd"
@@ -105,7 +106,7 @@ def read_about_training(network: Path) -> str:
 @pytest.mark.timeout(240)
 def test_the_speed_of_every_stage_is_measured(done: tuple[Jobs, Path], capsys: pytest.CaptureFixture[str]) -> None:
     _, folder = done
-    assert cli.main(["bench", "road", str(folder / "run"), "--repeats", "1", "--utterances", "10", "--json"]) == 0
+    assert main.main(["bench", "road", str(folder / "run"), "--repeats", "1", "--utterances", "10", "--json"]) == 0
     found = {(r["stage"], r["system"]): r for r in json.loads(capsys.readouterr().out)["results"]}
     stages = [("features", ""), ("align", "mono"), ("align", "tri"), ("decode", "mono"), ("decode", "tri"), ("decode", "lstm")]
     assert [key for key in found if key[0] != "synthesis"] == stages
@@ -117,7 +118,7 @@ def test_the_speed_of_every_stage_is_measured(done: tuple[Jobs, Path], capsys: p
 def test_what_is_done_is_not_done_again(done: tuple[Jobs, Path], capsys: pytest.CaptureFixture[str]) -> None:
     _, folder = done
     before = (folder / "run" / "lstm" / "model.safetensors").stat().st_mtime_ns
-    assert cli.main(["run", str(folder / "mini"), f"run={folder / 'run'}"]) == 0
+    assert main.main(["run", str(folder / "mini"), f"run={folder / 'run'}"]) == 0
     told = capsys.readouterr()
     skipped = [line for line in told.err.splitlines() if "done before" in line]
     assert skipped == [f"{stage.name}: done before" for stage in STAGES if stage.name != "sat"]
@@ -140,7 +141,7 @@ def test_a_network_begins_from_that_of_another_recipe_which_is_run_first(
     (second / "recipe.toml").write_text(text.replace("realign = 1", "").replace("epochs = 6.0", "epochs = 0.2"))
     shutil.copy(folder / "mini" / "lexicon.txt", second)
     command = ["run", str(second), f"run={runs / 'second'}", "--until", "network"]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     told = capfd.readouterr().err.splitlines()
     begun = next(n for n, line in enumerate(told) if "it begins from the network of mini" in line)
     assert told[begun + 1 : begun + 7] == [f"{stage.name}: done before" for stage in STAGES if stage.name != "sat"][:6]
@@ -150,12 +151,12 @@ def test_a_network_begins_from_that_of_another_recipe_which_is_run_first(
     moved = [np.abs(before[name] - after[name]).max() for name in before if not name.startswith("outputs.")]
     assert 0 < max(moved) < 0.2, "a fifth of an epoch does not go far"
 
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     assert "network: done before" in capfd.readouterr().err
-    assert cli.main(["run", str(second), f"run={folder / 'elsewhere'}", "--until", "network"]) == 2
+    assert main.main(["run", str(second), f"run={folder / 'elsewhere'}", "--until", "network"]) == 2
     assert "would stand in a recipe's own folder" in capfd.readouterr().err
     (folder / "mini" / "recipe.toml").write_text((folder / "mini" / "recipe.toml").read_text() + "momentum = 0.1\n")
-    recipe = settings.load(second)
+    recipe = recipe_config.load(second)
     marked = json.loads((runs / "second" / "stages" / "network.json").read_text())["fingerprint"]
     assert prints_of(recipe)["network"] != marked, "another beginning is another network"
     assert prints_of(recipe)["align"] == json.loads((runs / "second" / "stages" / "align.json").read_text())["fingerprint"]
@@ -183,13 +184,13 @@ def test_systems_adapted_to_speakers_go_the_whole_road(done: tuple[Jobs, Path], 
     assert (shape["adapted"], shape["shape"]["inputs"]) == (True, 160), "forty adapted values beside 120"
     data = str(folder / "data" / "test")
     for system in ("sat", "lstm"):  # from recordings alone, both passes
-        assert cli.main(["decode", str(run), "--data", data, "--system", system, "--jobs", "1", "--json"]) == 0
+        assert main.main(["decode", str(run), "--data", data, "--system", system, "--jobs", "1", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["wer"] == result[system]["wer"]
         out = str(folder / f"adapted-{system}")
-        assert cli.main(["align", str(run), "--data", data, "--out", out, "--system", system, "--jobs", "1"]) == 0
+        assert main.main(["align", str(run), "--data", data, "--out", out, "--system", system, "--jobs", "1"]) == 0
         assert "40 utterances aligned" in capsys.readouterr().out
     out = folder / "exported-adapted"
-    assert cli.main(["export", str(run), str(out), "--posteriors", data, "--jobs", "1"]) == 0
+    assert main.main(["export", str(run), str(out), "--posteriors", data, "--jobs", "1"]) == 0
     assert len(read_matrices(out / "post.scp")) == 40
     capsys.readouterr()
 
@@ -205,10 +206,10 @@ def test_systems_adapted_to_speakers_go_the_whole_road(done: tuple[Jobs, Path], 
 )
 def test_settings_of_adaptation_that_contradict_each_other_are_refused(overrides: list[str], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        settings.load(RECIPES / "librispeech", overrides)
+        recipe_config.load(RECIPES / "librispeech", overrides)
 
 
-def prints_of(recipe: settings.Recipe) -> dict[str, str]:
+def prints_of(recipe: recipe_config.Recipe) -> dict[str, str]:
     return {stage.name: its_print for stage, its_print in planned(recipe, STAGES)}
 
 
@@ -217,7 +218,7 @@ def test_recipes_that_begin_from_each_other_are_refused(tmp_path: Path, capsys: 
         (tmp_path / name).mkdir()
         text = f'[[source]]\nkind = "fsdd"\n[network]\nstart_from = "../{other}"\n'
         (tmp_path / name / "recipe.toml").write_text(text)
-    assert cli.main(["run", str(tmp_path / "a"), f"run={tmp_path / 'run'}"]) == 2
+    assert main.main(["run", str(tmp_path / "a"), f"run={tmp_path / 'run'}"]) == 2
     assert "begins from another one itself" in capsys.readouterr().err
 
 
@@ -227,18 +228,18 @@ def test_a_run_directory_is_all_that_decoding_needs(done: tuple[Jobs, Path], cap
     _, folder = done
     run, data = str(folder / "run"), str(folder / "data" / "test")
     hypotheses = folder / "hyp.txt"
-    assert cli.main(["decode", run, "--data", data, "--jobs", "1", "--out", str(hypotheses), "--json"]) == 0
+    assert main.main(["decode", run, "--data", data, "--jobs", "1", "--out", str(hypotheses), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     known = json.loads((folder / "run" / "result.json").read_text())["systems"][2]
     assert told["wer"] == known["wer"]
-    assert cli.main(["score", f"{data}/text", str(hypotheses), "--utt2spk", f"{data}/utt2spk", "--json"]) == 0
+    assert main.main(["score", f"{data}/text", str(hypotheses), "--utt2spk", f"{data}/utt2spk", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["wer"] == known["wer"]
 
     other = folder / "other.txt"
     other.write_text((folder / "mini" / "lexicon.txt").read_text().replace("NINE N AY N", "NINE N IY N"))
-    assert cli.main(["decode", run, "--data", data, "--lexicon", str(other)]) == 3
+    assert main.main(["decode", run, "--data", data, "--lexicon", str(other)]) == 3
     assert "lexicon" in capsys.readouterr().err
-    assert cli.main(["decode", str(folder / "nowhere"), "--data", data]) == 3
+    assert main.main(["decode", str(folder / "nowhere"), "--data", data]) == 3
     assert "no such run directory" in capsys.readouterr().err
 
 
@@ -249,10 +250,10 @@ def test_alignments_and_exports(done: tuple[Jobs, Path], capsys: pytest.CaptureF
     run, data = str(folder / "run"), str(folder / "data" / "test")
     for system in ("tri", "lstm"):
         out = folder / f"aligned-{system}"
-        assert cli.main(["align", run, "--data", data, "--out", str(out), "--system", system, "--jobs", "1"]) == 0
+        assert main.main(["align", run, "--data", data, "--out", str(out), "--system", system, "--jobs", "1"]) == 0
         assert len((out / "words.ctm").read_text().splitlines()) >= 36
     out = folder / "exported"
-    assert cli.main(["export", run, str(out), "--posteriors", data, "--jobs", "1"]) == 0
+    assert main.main(["export", run, str(out), "--posteriors", data, "--jobs", "1"]) == 0
     assert "word error rate, test" in (out / "README.md").read_text()
     posteriors = read_matrices(out / "post.scp")
     assert len(posteriors) == 40
@@ -266,17 +267,17 @@ def test_alignments_and_exports(done: tuple[Jobs, Path], capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("name", [p.parent.name for p in sorted(RECIPES.glob("*/recipe.toml"))])
 def test_every_recipe_can_be_read(name: str) -> None:
-    recipe = settings.load(RECIPES / name)
+    recipe = recipe_config.load(RECIPES / name)
     assert recipe.title
     assert recipe.train["epochs"] > 0
 
 
 def test_a_change_of_settings_reaches_the_stages_behind_it_and_no_other() -> None:
     def changed(*overrides: str) -> list[str]:
-        plain, other = (prints_of(settings.load(RECIPES / "spoken", list(over))) for over in ((), overrides))
+        plain, other = (prints_of(recipe_config.load(RECIPES / "spoken", list(over))) for over in ((), overrides))
         return [name for name in other if other[name] != plain.get(name)]
 
-    names = list(prints_of(settings.load(RECIPES / "spoken")))
+    names = list(prints_of(recipe_config.load(RECIPES / "spoken")))
     assert changed() == []
     assert changed("tri.leaves=77") == names[names.index("tri") :]
     beside = 'systems=["mono","tri","sat","lstm"]'
@@ -299,7 +300,7 @@ def test_copies_at_other_speeds_do_not_say_their_sentences_again_to_the_language
         '[words]\nlexicon = "lexicon.txt"\ntext = "train"\n'
     )
     run = tmp_path / "run"
-    assert cli.main(["run", str(tmp_path), f"run={run}", "--until", "data", "--jobs", "1"]) == 0
+    assert main.main(["run", str(tmp_path), f"run={run}", "--until", "data", "--jobs", "1"]) == 0
     assert len(read_data_dir(run / "data" / "train").utterances) == 9
     assert (run / "data" / "lm.txt").read_text().splitlines() == ["ONE TWO", "TWO", "TWO"]
 
@@ -309,7 +310,7 @@ def test_mistakes_in_a_recipe_are_named(tmp_path: Path, capsys: pytest.CaptureFi
 
     def told(text: str, *overrides: str) -> str:
         file.write_text(text)
-        assert cli.main(["run", str(tmp_path), f"run={tmp_path / 'run'}", *overrides]) in (2, 3)
+        assert main.main(["run", str(tmp_path), f"run={tmp_path / 'run'}", *overrides]) in (2, 3)
         return capsys.readouterr().err
 
     assert "names no corpus" in told('title = "x"')
@@ -318,5 +319,5 @@ def test_mistakes_in_a_recipe_are_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert "not valid TOML" in told("[")
     assert "is not key=value" in told('[[source]]\nkind = "fsdd"', "train")
     assert "the corpus is not there" in told('[[source]]\nkind = "fsdd"\nroot = "/nowhere"')
-    assert cli.main(["run", str(tmp_path / "none")]) == 2
+    assert main.main(["run", str(tmp_path / "none")]) == 2
     assert "there is no recipe" in capsys.readouterr().err

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.asr.edits import align
-from roundelay.asr.score import paired, read_text, read_trn, score, write_text, write_trn
 from roundelay.errors import DataError
+from roundelay.speech.edit_distance import align
+from roundelay.speech.score import paired, read_text, read_trn, score, write_text, write_trn
 
 sentences = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=9)
 texts = st.dictionaries(st.from_regex(r"s[0-9]_[0-9]{1,3}", fullmatch=True), sentences, max_size=6)

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roundelay.asr.arpabet import PHONES
-from roundelay.asr.corpus import read_audio, read_data_dir
-from roundelay.asr.lexicon import Lexicon
-from roundelay.asr.synth import espeak, grammar
-from roundelay.asr.synth.corpus import SETS, SynthOptions, synthesize
-from roundelay.asr.synth.perturb import transmit, warped
-from roundelay.asr.synth.voices import ACCENTS, VARIANTS, draw_speakers
 from roundelay.errors import UsageError
+from roundelay.speech.corpora.data_dir import read_audio, read_data_dir
+from roundelay.speech.hmm.arpabet import PHONES
+from roundelay.speech.hmm.lexicon import Lexicon
+from roundelay.speech.synth import espeak, grammar
+from roundelay.speech.synth.channel import transmit, warped
+from roundelay.speech.synth.corpus import SETS, SynthOptions, synthesize
+from roundelay.speech.synth.voices import ACCENTS, VARIANTS, draw_speakers
 
 pytest.importorskip("espeakng_loader", reason="the extra 'synth' is not installed")
 pytest.importorskip("soxr")
@@ -117,7 +117,7 @@ def test_the_grammar_is_rich_enough() -> None:
 
 
 def test_a_bigram_is_puzzled_enough() -> None:
-    ngram = pytest.importorskip("roundelay.asr.ngram")
+    ngram = pytest.importorskip("roundelay.speech.graph.ngram")
     sets = grammar.draw(0, {"test": 600, "lm": 20000})
     model = ngram.estimate(sets["lm"], order=2, vocabulary=grammar.vocabulary())
     assert 12 <= model.perplexity(sets["test"]) <= 20
@@ -210,7 +210,7 @@ def test_a_shorter_vocal_tract_raises_the_resonances() -> None:
 
 def test_sixty_times_real_time_per_core(tmp_path: Path) -> None:
     """With perturbation and files; processor time, so that a busy machine changes little. Babble is made before."""
-    from roundelay.asr.synth import corpus
+    from roundelay.speech.synth import corpus
 
     options = SynthOptions(seed=5, train_utterances=160, dev_speakers=1, dev_utterances=1, test_speakers=1, test_utterances=1)
     texts = grammar.draw(5, {"train": 160})["train"]

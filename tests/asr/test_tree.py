@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roundelay.asr.gmm import Gmm
-from roundelay.asr.transform import LdaStatistics, MlltStatistics, rotated
-from roundelay.asr.tree import ContextStatistics, TiedStates, cluster, grow, likelihood, questions
+from roundelay.speech.hmm.gmm import Gmm
+from roundelay.speech.hmm.transforms import LdaStatistics, MlltStatistics, rotated
+from roundelay.speech.hmm.tree import ContextStatistics, TiedStates, cluster, grow, likelihood, questions
 
 Array = np.ndarray[Any, Any]
 PHONES, STATES, DIM = 7, 3, 4

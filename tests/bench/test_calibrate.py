@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import calibrate
 
-from roundelay.bench import calibrate
 from roundelay.errors import UsageError
-from roundelay.sim import cluster as clusters
-from roundelay.sim.simulate import simulate_timing
+from roundelay.simulate import cluster as clusters
+from roundelay.simulate.run import simulate_timing
 
 HERE = {
     "parameters": 1_000_000.0, "seconds_per_sample": 0.004, "seconds_per_step": 0.002, "step_s": 0.034, "meet_s": 0.001,

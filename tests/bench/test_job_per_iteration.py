@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.averaging import AveragingCase, draw, gains, summed, table
 from packed import corpus, packed
 from safetensors.torch import load_file, save_file
 
-from roundelay.recipe.averaging import Case, draw, gains, summed, table
-from roundelay.recipe.packed import PackedTask
-from roundelay.train.loop import Plan, train
-from roundelay.train.options import Options
-from roundelay.train.place import Place
-from roundelay.train.pool import run_threads
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig, train
+from roundelay.launch.context import DistributedContext
+from roundelay.launch.threads import run_threads
+from roundelay.recipes.packed_task import PackedTask
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "job_per_iteration.py"
 JOBS, STEPS, BATCH, RATE = 2, 4, 4, 0.2
@@ -67,13 +67,13 @@ def test_jobs_end_where_persistent_learners_end(script: Any, task: PackedTask, t
     found = script.run(arguments(task, tmp_path, optimizer=optimizer))
     assert found["iterations"] == -(-task.samples // (JOBS * BATCH * STEPS))
     # `ngsgd` keeps its factors over an average where a job forgets them: forgotten here, too, for this comparison
-    options = Options(
+    options = EngineConfig(
         strategy="kstep", strategy_options={"K": STEPS, "state": "forget"}, exact=True, schedule="cosine", warmup_epochs=0.2,
         clip=1.0,
     )  # fmt: skip
 
-    def learn(place: Place) -> None:
-        plan = Plan(
+    def learn(place: DistributedContext) -> None:
+        plan = RunConfig(
             epochs=1.0, batch=BATCH, lr=RATE, momentum=0.5, optimizer=optimizer, run=tmp_path / "run", evaluate=False,
             progress="none", save_every_epochs=100,
         )  # fmt: skip
@@ -155,4 +155,4 @@ def test_gains_stand_beside_the_published_one_and_curves_are_drawn(tmp_path: Pat
     assert page.count("<polyline") == 6  # seconds, shares and log-probabilities of two systems; nobody was decoded
     assert "http" not in page
     assert "| 10,000 | job | sgd | 22.0 |" in table(report)
-    assert Case("job", 1000).name == "job-1000-sgd-seed0-0"
+    assert AveragingCase("job", 1000).name == "job-1000-sgd-seed0-0"

@@ -13,15 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
-
-from roundelay.bench import hierarchy, network
-from roundelay.bench.namespaces import MEMORY, Machines, run, sweep
-from roundelay.bench.timed import Contest, Judgement, Outcome
+from benchmarks import hierarchy, network
+from benchmarks.namespaces import MEMORY, NetnsMachines, run, sweep
+from benchmarks.time_to_loss import Contest, TimeToLoss, TimeToLossResult
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
 needs_tools = pytest.mark.skipif(not (shutil.which("ip") and shutil.which("tc")), reason="ip and tc are not installed")
 
-FRAMES = "roundelay.bench.tasks:Frames"
+FRAMES = "roundelay.testing.tasks:SyntheticFrames"
 TALK = textwrap.dedent("""
     import socket, sys, threading, time
     role, address, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -67,7 +66,7 @@ def ours() -> list[str]:
 @pytest.mark.parametrize("count", [2, 3])
 def test_cables_hold_their_rate_in_both_directions(count: int) -> None:
     size, mbit = 2_000_000, 20
-    with Machines(count, mbit) as machines:
+    with NetnsMachines(count, mbit) as machines:
         before = machines.sent_bytes()
         server = machines.start(0, [sys.executable, "-c", TALK, "server", machines.address(0), str(size)], dict(os.environ))
         assert server.stdout is not None
@@ -94,12 +93,12 @@ def test_cables_hold_their_rate_in_both_directions(count: int) -> None:
 def test_leftovers_of_a_killed_process_go_and_nothing_else() -> None:
     code = textwrap.dedent("""
         import os, signal, sys
-        from roundelay.bench.namespaces import Machines
+        from benchmarks.namespaces import Machines
         with Machines(2, 100) as machines:
             machines.start(0, ["sleep", "600"], dict(os.environ))
             os.kill(os.getpid(), signal.SIGKILL)
     """)
-    with Machines(2, 100) as machines:
+    with NetnsMachines(2, 100) as machines:
         mine = ours()
         dead = subprocess.Popen([sys.executable, "-c", code])
         assert dead.wait(timeout=60) == -signal.SIGKILL
@@ -195,7 +194,7 @@ def test_ctrl_c_removes_everything() -> None:
 def test_what_is_missing_is_said(missing: str) -> None:
     if missing == "root" and not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("ip and tc are not installed: that is said first")
-    code = "import os; from roundelay.cli import main; import roundelay.bench.network\n"
+    code = "import os; from roundelay.cli.main import main; import benchmarks.network\n"
     if missing == "root" and os.geteuid() == 0:
         code += "os.seteuid(65534)\n"
     env = {**os.environ, "PATH": "/nonexistent"} if missing == "tools" else None
@@ -221,7 +220,7 @@ class Curve:
         return self.losses[self.asked[-1]]
 
 
-def judged(losses: list[float], target: float) -> tuple[Outcome, Curve]:
+def judged(losses: list[float], target: float) -> tuple[TimeToLossResult, Curve]:
     """Two learners, a picture every second from second 1 on, the second learner 0.1 s late; 10 samples a second each."""
     members = [
         {
@@ -230,8 +229,8 @@ def judged(losses: list[float], target: float) -> tuple[Outcome, Curve]:
         }
         for rank in range(2)
     ]
-    outcome, curve = Outcome(0.1, samples=20 * len(losses), members=members), Curve(losses)
-    Judgement(curve, outcome, target).judge()  # type: ignore[arg-type]
+    outcome, curve = TimeToLossResult(0.1, samples=20 * len(losses), members=members), Curve(losses)
+    TimeToLoss(curve, outcome, target).judge()  # type: ignore[arg-type]
     return outcome, curve
 
 
@@ -254,9 +253,9 @@ def test_a_loss_that_comes_and_goes_counts_and_one_that_never_comes_does_not() -
 
 def test_json_of_a_contestant_that_did_not_arrive_leaves_keys_out() -> None:
     outcomes = {
-        "ddp": [Outcome(0.1, samples=100, seconds=10.0, cpu_s=5.0, sent_bytes=[8, 8], members=[{}, {}],
+        "ddp": [TimeToLossResult(0.1, samples=100, seconds=10.0, cpu_s=5.0, sent_bytes=[8, 8], members=[{}, {}],
                         seconds_to_loss=8.0, samples_to_loss=80.0)],
-        "kstep": [Outcome(0.1, samples=100, seconds=4.0, cpu_s=5.0, sent_bytes=[8, 8], members=[{}, {}])],
+        "kstep": [TimeToLossResult(0.1, samples=100, seconds=4.0, cpu_s=5.0, sent_bytes=[8, 8], members=[{}, {}])],
     }  # fmt: skip
     ddp, kstep = network.rows(outcomes, "1gbit", 8)
     assert ddp["seconds_to_loss"] == 8.0

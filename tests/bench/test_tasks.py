@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from roundelay.bench.tasks import HELD_OUT, TRAINING, Blstm, Frames, Speechlike, Teacher
-from roundelay.core.task import Task, epoch_order
+from roundelay.core.contracts import Task
+from roundelay.data.epoch_order import epoch_order
+from roundelay.testing.tasks import HELD_OUT, TRAINING, Blstm, SpeechlikeBatches, SyntheticFrames, Teacher
 
-SMALL = Frames(samples=100, held_out=30)
-TASKS = [SMALL, Speechlike(samples=20, held_out=4), Blstm(pool=20)]
+SMALL = SyntheticFrames(samples=100, held_out=30)
+TASKS = [SMALL, SpeechlikeBatches(samples=20, held_out=4), Blstm(pool=20)]
 TEACHER = Teacher(world=3, phones=4, features=5, stay=0.5, noise=0.1, speaker=0.1)
 
 
@@ -42,7 +43,7 @@ def test_the_shares_of_an_evaluation_add_up_to_the_whole(task: Task) -> None:
 
 
 def test_a_share_may_be_empty() -> None:
-    task = Frames(samples=8, held_out=2)
+    task = SyntheticFrames(samples=8, held_out=2)
     with torch.no_grad():
         assert task.evaluate(task.build(), 6, 7) == {"loss": (0.0, 0.0), "accuracy": (0.0, 0.0)}
 
@@ -65,13 +66,13 @@ def test_every_place_of_the_epoch_once(epoch: int) -> None:
 
 
 def test_a_batch_is_a_pure_function_of_its_arguments() -> None:
-    again = Frames(samples=100, held_out=30)
+    again = SyntheticFrames(samples=100, held_out=30)
     assert all(map(torch.equal, SMALL.batch(3, 10, 20), again.batch(3, 10, 20)))
     assert not torch.equal(SMALL.batch(3, 10, 20)[0], SMALL.batch(4, 10, 20)[0])
 
 
 def test_the_seed_orders_and_the_world_speaks() -> None:
-    other_seed, other_world = Frames(samples=100, seed=1), Frames(samples=100, world=1)
+    other_seed, other_world = SyntheticFrames(samples=100, seed=1), SyntheticFrames(samples=100, world=1)
     assert torch.equal(SMALL._said(100, TRAINING)[0], other_seed._said(100, TRAINING)[0])
     assert not torch.equal(SMALL.batch(0, 0, 50)[1], other_seed.batch(0, 0, 50)[1])
     assert not torch.equal(SMALL._said(100, TRAINING)[0], other_world._said(100, TRAINING)[0])
@@ -103,7 +104,7 @@ def test_paired_phones_share_the_sound_of_their_middle_state() -> None:
 
 
 def test_speech_sized_networks_have_four_million_parameters() -> None:
-    sizes = {sum(p.numel() for p in task.build().parameters()) for task in (Blstm(), Speechlike())}
+    sizes = {sum(p.numel() for p in task.build().parameters()) for task in (Blstm(), SpeechlikeBatches())}
     assert len(sizes) == 1
     assert 3.8e6 < sizes.pop() < 4.3e6
 
@@ -116,7 +117,7 @@ def test_noise_comes_from_the_pool_wherever_the_epoch_stands() -> None:
 
 def test_a_few_steps_lower_the_loss() -> None:
     torch.manual_seed(0)
-    task = Frames(samples=640, held_out=128)
+    task = SyntheticFrames(samples=640, held_out=128)
     module = task.build()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9)
     for step in range(40):

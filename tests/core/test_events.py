@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.core.events import EventLog, read_events
+from roundelay.metrics.events import EventLog, read_events
 
 figures = st.dictionaries(
     st.text(min_size=1).filter(lambda k: k not in ("event", "time", "rank", "self")),

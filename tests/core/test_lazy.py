@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roundelay.core.lazy import Displaced, Displacement, Gradient, solid
+from roundelay.core.deferred import Gradient, Update, UpdatedVector, materialize
 
 A, B = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 4.0, -1.0])
 
 
-class Counted(Displacement):
+class Counted(Update):
     """A displacement that counts how often it is worked out."""
 
     def __init__(self, value: Tensor) -> None:
@@ -37,15 +37,15 @@ def gradient(value: Tensor) -> Gradient:
 
 @pytest.mark.parametrize("lazy", [gradient, Counted])
 def test_arithmetic_is_that_of_the_tensor(lazy) -> None:
-    assert torch.equal(solid(-lazy(A)), -A)
+    assert torch.equal(materialize(-lazy(A)), -A)
     assert torch.equal(lazy(A) + B, A + B)
     assert torch.equal(B + lazy(A), B + A)
     assert torch.equal(lazy(A) - B, A - B)
     assert torch.equal(B - lazy(A), B - A)
-    assert torch.equal(solid(lazy(A) * 2), 2 * A)
-    assert torch.equal(solid(3.0 * lazy(A)), 3 * A)
+    assert torch.equal(materialize(lazy(A) * 2), 2 * A)
+    assert torch.equal(materialize(3.0 * lazy(A)), 3 * A)
     assert torch.equal(lazy(A) * B, A * B)
-    assert torch.equal(solid(lazy(A) / 4), A / 4)
+    assert torch.equal(materialize(lazy(A) / 4), A / 4)
     assert torch.equal(lazy(A) + lazy(B), A + B)
     assert torch.equal(torch.linalg.vector_norm(lazy(A)), torch.linalg.vector_norm(A))
     assert torch.equal(torch.add(B, lazy(A), alpha=2), B + 2 * A)
@@ -61,12 +61,12 @@ def test_a_gradient_is_gathered_once() -> None:
 @given(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=5))
 def test_factors_stay_a_promise_and_d_runs_once(factors: list[float]) -> None:
     d = Counted(A)
-    scaled: Displacement = d
+    scaled: Update = d
     total = 1.0
     for factor in factors:
         scaled = factor * -scaled
         total *= -factor
-    assert isinstance(scaled, Displacement)
+    assert isinstance(scaled, Update)
     assert not d.times
     assert torch.allclose(scaled.tensor(), total * A)
     assert torch.equal(d.tensor(), A)
@@ -85,7 +85,7 @@ def test_a_displacement_that_went_into_w_cannot_be_used_again() -> None:
 def test_a_displaced_tensor_is_placed_without_being_made_and_is_a_tensor_to_whoever_asks() -> None:
     d, phi = Counted(A), torch.zeros(3)
     sum_ = B - d
-    assert isinstance(sum_, Displaced)
+    assert isinstance(sum_, UpdatedVector)
     assert not d.times
     sum_.place(phi)
     assert torch.equal(phi, B - A)

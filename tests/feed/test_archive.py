@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed import PDFS, corpus, packed
 
-from roundelay.asr import chunks
-from roundelay.asr.task import FrameTask
+from roundelay.data.archive import IGNORE, INDEX, Archive
+from roundelay.data.collate import Perturbation
+from roundelay.data.epoch_order import EpochOrder
+from roundelay.data.examples import Examples
+from roundelay.data.writer import require_room
 from roundelay.errors import DataError
-from roundelay.feed.archive import IGNORE, INDEX, Archive
-from roundelay.feed.deliver import Perturbation
-from roundelay.feed.examples import Examples
-from roundelay.feed.order import EpochOrder
-from roundelay.feed.writer import require_room
-from roundelay.recipe.pack import Packing, pack
-from roundelay.recipe.packed import PackedTask
+from roundelay.recipes.pack import Packing, pack
+from roundelay.recipes.packed_task import PackedTask
+from roundelay.speech.features import windows
+from roundelay.speech.nnet.frame_task import FrameTask
 
 SHAPE: dict[str, Any] = {"window": 21, "margin": 6, "model": "tiny", "hidden": 4, "bottleneck": 3}
 
@@ -55,7 +55,7 @@ def test_an_archive_delivers_the_bits_of_the_feature_store(tmp_path: Path, delta
     assert whole.samples == plain.samples
     for start in range(0, whole.samples, 10):
         made = whole.examples.batch(3, start, min(start + 10, whole.samples))
-        x, y = chunks.gather(plain.windows, made.numbers, plain.ids, plain, plain._targets, 6)
+        x, y = windows.gather(plain.windows, made.numbers, plain.ids, plain, plain._targets, 6)
         assert np.array_equal(made.x, x)
         assert np.array_equal(made.y, y)
 
@@ -65,7 +65,7 @@ def test_masks_fall_on_the_same_windows_with_and_without_an_archive(told: dict[s
     plain, whole = FrameTask(**told, **SHAPE, **masks), PackedTask(archive=str(archive), **told, **SHAPE, **masks)
     x, _ = whole.batch(1, 0, whole.samples)
     rows = {int(n): row for row, n in enumerate(whole.examples.batch(1, 0, whole.samples).numbers)}
-    order = chunks.order(0, 1, plain.samples)
+    order = windows.order(0, 1, plain.samples)
     expected, _ = plain.batch(1, 0, plain.samples)
     assert all(np.array_equal(x[rows[int(n)]], expected[place]) for place, n in enumerate(order))
 

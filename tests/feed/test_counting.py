@@ -10,12 +10,12 @@ import pytest
 from packed import corpus, packed
 from torch import Tensor, nn
 
-from roundelay.recipe.packed import PackedTask
-from roundelay.strategy import STRATEGIES
-from roundelay.train.loop import Plan, train
-from roundelay.train.options import Options
-from roundelay.train.place import Place
-from roundelay.train.pool import run_threads
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig, train
+from roundelay.launch.context import DistributedContext
+from roundelay.launch.threads import run_threads
+from roundelay.recipes.packed_task import PackedTask
+from roundelay.strategies import STRATEGIES
 
 EPOCHS = 2
 
@@ -52,9 +52,9 @@ def test_every_epoch_sees_every_example_once(options: dict[str, Any], name: str)
     strategy = "hierarchical(adpsgd)" if name == "hierarchical" else name
     machines, size = (2, 4) if name == "hierarchical" else (0, 1 if name == "single" else 3)
 
-    def learn(place: Place) -> dict[str, Any]:
-        plan = Plan(epochs=EPOCHS, batch=5, lr=0.01, evaluate=False, progress="none", loaders=2)
-        return train(task, place, Options(strategy=strategy, slow="1:4.0" if size > 1 else ""), plan)
+    def learn(place: DistributedContext) -> dict[str, Any]:
+        plan = RunConfig(epochs=EPOCHS, batch=5, lr=0.01, evaluate=False, progress="none", loaders=2)
+        return train(task, place, EngineConfig(strategy=strategy, slow="1:4.0" if size > 1 else ""), plan)
 
     results = run_threads(learn, size=size, machines=machines, timeout_s=90.0)
     assert task.seen == {(epoch, n): 1 for epoch in range(EPOCHS) for n in range(task.samples)}

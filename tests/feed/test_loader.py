@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from roundelay.data import loader as loaders
+from roundelay.data import process
+from roundelay.data.loader import PrefetchLoader
+from roundelay.data.process import ProcessBatches
 from roundelay.errors import DataError, RoundelayError
-from roundelay.feed import loader as loaders
-from roundelay.feed import process
-from roundelay.feed.loader import Loader
-from roundelay.feed.process import InProcesses
 
 PATIENCE_S = 60.0
 
@@ -41,7 +41,7 @@ def test_pieces_come_in_the_order_of_their_claims(workers: int) -> None:
         time.sleep(0.002 * (n % 3))  # later ones are often ready earlier
         return n * n
 
-    assert list(Loader(range(30), prepare, workers=workers)) == [(n, n * n) for n in range(30)]
+    assert list(PrefetchLoader(range(30), prepare, workers=workers)) == [(n, n * n) for n in range(30)]
 
 
 def test_nothing_is_claimed_or_held_beyond_the_depth() -> None:
@@ -61,7 +61,7 @@ def test_nothing_is_claimed_or_held_beyond_the_depth() -> None:
             with lock:
                 alive -= 1
 
-    loader = Loader(counted(60, taken), lambda n: Held(), workers=2, most=4)
+    loader = PrefetchLoader(counted(60, taken), lambda n: Held(), workers=2, most=4)
     for given, _ in loader:
         assert loader.depth <= 4
         assert len(taken) <= given + 1 + 4
@@ -79,7 +79,7 @@ def test_the_depth_grows_while_the_learner_waits_and_falls_when_it_does_not(monk
             time.sleep(0.01)
         return n
 
-    loader = Loader(range(10_000), prepare, workers=1, most=5)
+    loader = PrefetchLoader(range(10_000), prepare, workers=1, most=5)
     pieces = iter(loader)
     deadline = time.monotonic() + PATIENCE_S
     while loader.depth < 5 and time.monotonic() < deadline:
@@ -113,7 +113,7 @@ def test_waiting_for_a_claim_is_not_waiting_for_a_loader(monkeypatch: pytest.Mon
         clock.now += 1.0 if n == 2 else 0.0
         return n
 
-    loader = Loader(claims(), prepare, least=1, most=1)
+    loader = PrefetchLoader(claims(), prepare, least=1, most=1)
     waits = [loader.last_s for _ in loader]
     assert waits in ([0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0])  # piece 2 may be ready before it is asked for
     assert sum(waits) == loader.waited_s
@@ -127,7 +127,7 @@ def test_an_error_comes_out_where_its_piece_would_have() -> None:
 
     seen: list[int] = []
     with pytest.raises(DataError, match="this one is broken"):
-        seen.extend(claim for claim, _ in Loader(range(10), prepare, workers=2))
+        seen.extend(claim for claim, _ in PrefetchLoader(range(10), prepare, workers=2))
     assert seen == [0, 1, 2]
 
 
@@ -138,7 +138,7 @@ def test_an_error_of_the_claims_is_raised_after_what_was_claimed() -> None:
 
     seen: list[int] = []
     with pytest.raises(DataError, match="no more"):
-        seen.extend(claim for claim, _ in Loader(claims(), lambda n: n))
+        seen.extend(claim for claim, _ in PrefetchLoader(claims(), lambda n: n))
     assert seen == [0, 1, 2]
 
 
@@ -152,22 +152,22 @@ def test_bad_moments_of_a_file_system_are_survived_and_bad_days_are_not(monkeypa
             raise OSError(5, "Input/output error", "/far/away")
         return n
 
-    assert [c for c, _ in Loader(range(8), prepare)] == list(range(8))
+    assert [c for c, _ in PrefetchLoader(range(8), prepare)] == list(range(8))
     failures[4] = 99
     with pytest.raises(DataError, match="could not be read, 3 times in a row: Input/output error"):
-        list(Loader(range(8), prepare))
+        list(PrefetchLoader(range(8), prepare))
 
 
 def test_a_loader_thread_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaders, "LOOK_S", 0.02)
-    monkeypatch.setattr(Loader, "_work", lambda self: None)
+    monkeypatch.setattr(PrefetchLoader, "_work", lambda self: None)
     with pytest.raises(RoundelayError, match="ended without a word"):
-        list(Loader(range(3), lambda n: n))
+        list(PrefetchLoader(range(3), lambda n: n))
 
 
 def test_a_learner_that_leaves_early_leaves_no_thread_behind() -> None:
     before = set(threading.enumerate())
-    for _ in Loader(range(1000), lambda n: n, workers=3):
+    for _ in PrefetchLoader(range(1000), lambda n: n, workers=3):
         break
     deadline = time.monotonic() + PATIENCE_S
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
@@ -194,12 +194,12 @@ class Squares:
 
 
 def test_killed_loader_processes_are_replaced_and_nothing_is_lost() -> None:
-    prepare = InProcesses(Squares())
+    prepare = ProcessBatches(Squares())
     claims = [Place(1, n, n + 2) for n in range(0, 24, 2)] + [Place(1, 24, 24), Place(1, 90, 92)]
     seen: list[int] = []
 
     def watched() -> None:
-        for claim, batch in Loader(claims, prepare, workers=1):
+        for claim, batch in PrefetchLoader(claims, prepare, workers=1):
             if claim.start == claim.stop:
                 assert batch is None
                 continue
@@ -220,4 +220,4 @@ def test_killed_loader_processes_are_replaced_and_nothing_is_lost() -> None:
 def test_data_that_kills_every_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "LIVES", 2)
     with pytest.raises(DataError, match=r"2 loader processes died over the same piece[\s\S]*places 4 to 6"):
-        list(Loader([Place(0, 4, 6)], InProcesses(Squares(poison=4))))
+        list(PrefetchLoader([Place(0, 4, 6)], ProcessBatches(Squares(poison=4))))

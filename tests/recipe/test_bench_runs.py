@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from roundelay import cli
-from roundelay.recipe.settings import Network, mark
+from roundelay.cli.main import main
+from roundelay.recipes.config import NetworkConfig, settings_hash
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "spoken")
 
@@ -18,7 +18,7 @@ def test_a_run_that_is_not_there_is_an_error_in_words(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     more = ["--systems", "overlap"] if bench[0] == "averaging" else []
-    assert cli.main(["bench", *bench, "missing", *more]) == 2
+    assert main.main(["bench", *bench, "missing", *more]) == 2
     said = capsys.readouterr().err
     assert "there is no such run directory" in said
     assert "where: missing" in said
@@ -27,17 +27,17 @@ def test_a_run_that_is_not_there_is_an_error_in_words(
 
 
 def test_folders_of_results_differ_where_settings_do() -> None:
-    same = mark({"lr": 1.0, "batch": 8}, Network(hidden=16))
-    assert same == mark({"batch": 8, "lr": 1.0}, Network(hidden=16))
-    assert same != mark({"batch": 8, "lr": 1.0}, Network(hidden=17))
-    assert same != mark({"batch": 8, "lr": 2.0}, Network(hidden=16))
+    same = settings_hash({"lr": 1.0, "batch": 8}, NetworkConfig(hidden=16))
+    assert same == settings_hash({"batch": 8, "lr": 1.0}, NetworkConfig(hidden=16))
+    assert same != settings_hash({"batch": 8, "lr": 1.0}, NetworkConfig(hidden=17))
+    assert same != settings_hash({"batch": 8, "lr": 2.0}, NetworkConfig(hidden=16))
 
 
 def test_a_network_to_start_from_that_is_not_there_is_noticed_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", RECIPE, "run=mine", "network.start_from=nowhere"]) == 2
+    assert main.main(["run", RECIPE, "run=mine", "network.start_from=nowhere"]) == 2
     said = capsys.readouterr().err
     assert "there is no recipe, run or model 'nowhere' to start from" in said
     assert "network.start_from" in said

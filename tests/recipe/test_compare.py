@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from events import steps, whole, write_recipe, write_run
 
-from roundelay import cli
+from roundelay.cli.main import main
 from roundelay.errors import UsageError
-from roundelay.recipe.compare import compare, over_seeds
-from roundelay.recipe.heard import report, words_of
+from roundelay.recipes.compare import compare, over_seeds
+from roundelay.recipes.hypotheses import report, words_of
 
 
 def settings(strategy: str, seed: int, more: str = "") -> str:
@@ -106,12 +106,12 @@ def test_a_network_trained_beside_a_recipe_is_scored_with_its_transcripts(tmp_pa
 
 def test_the_command_prints_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(p) for p in runs(tmp_path, {"sync": [0.5, 0.6], "adpsgd": [0.4, 0.5]})]
-    assert cli.main(["compare", *paths]) == 0
+    assert main.main(["compare", *paths]) == 0
     said = capsys.readouterr().out
     assert "adpsgd minus sync  loss" in said
-    assert cli.main(["compare", *paths, "--json"]) == 0
+    assert main.main(["compare", *paths, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["paired"]
-    assert cli.main(["compare", str(tmp_path / "nothing"), *paths]) == 2
+    assert main.main(["compare", str(tmp_path / "nothing"), *paths]) == 2
 
 
 def test_many_seeds_use_the_normal_interval() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from command import ROUNDELAY, Job, Jobs
 
-from roundelay import cli
-from roundelay.core.events import read_events
-from roundelay.recipe import demo
+from roundelay.cli.main import main
+from roundelay.metrics.events import read_events
+from roundelay.recipes import demo
 
 pytest.importorskip("espeakng_loader", reason="the demo speaks: pip install 'roundelay[synth]'")
 
@@ -104,7 +104,7 @@ def test_there_is_something_to_listen_to(done: tuple[Path, dict, str]) -> None:
 @pytest.mark.timeout(PATIENCE_S + 60)
 def test_what_the_demo_leaves_is_a_run_that_decodes(done: tuple[Path, dict, str], capsys: pytest.CaptureFixture[str]) -> None:
     folder, result, _ = done
-    assert cli.main(["decode", str(folder / "sync"), "--data", str(folder / "data" / "test"), "--jobs", "1", "--json"]) == 0
+    assert main.main(["decode", str(folder / "sync"), "--data", str(folder / "data" / "test"), "--jobs", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["wer"] == result["rows"][1]["wer"]
 
 
@@ -117,10 +117,10 @@ def test_the_table_fits_a_narrow_terminal() -> None:
 
 
 def test_mistakes_of_the_demo_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--out", str(tmp_path / "d"), "train.learners=1"]) == 2
+    assert main.main(["demo", "--out", str(tmp_path / "d"), "train.learners=1"]) == 2
     assert "give at least 2" in capsys.readouterr().err
-    assert cli.main(["demo", "--out", str(tmp_path / "d"), "progress=loud"]) == 2
+    assert main.main(["demo", "--out", str(tmp_path / "d"), "progress=loud"]) == 2
     assert "progress cannot be 'loud'" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert cli.main(["demo", "--out", str(tmp_path / "file" / "d")]) == 2
+    assert main.main(["demo", "--out", str(tmp_path / "file" / "d")]) == 2
     assert "choose another" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from browser import CHROMIUM, WHY_NOT, Browser
 from command import Jobs
 from events import whole, write_recipe, write_run
 
-from roundelay.report.axes import number
+from roundelay.report.svg_axes import number
 
 pytestmark = [
     pytest.mark.skipif(not CHROMIUM, reason=WHY_NOT),

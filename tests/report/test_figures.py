@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.report import mixing, series
-from roundelay.report.axes import axis, log_ticks, number, round_ticks, short
-from roundelay.report.figures import Series, bars, lines
 from roundelay.report.page import page
-from roundelay.report.reading import read_run
+from roundelay.report.run_reader import read_run
+from roundelay.report.svg_axes import axis, log_ticks, number, round_ticks, short
+from roundelay.report.svg_charts import Series, bars, lines
 
 
 def titles(svg: str) -> list[str]:

@@ -10,7 +10,7 @@ from events import BEGAN, evaluation, start, steps, whole, write_recipe, write_r
 from roundelay.errors import UsageError
 from roundelay.report import series
 from roundelay.report.page import names_of, page, write_report
-from roundelay.report.reading import read_run
+from roundelay.report.run_reader import read_run
 
 
 def test_the_figures_of_a_whole_run(tmp_path: Path) -> None:

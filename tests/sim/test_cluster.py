@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from roundelay.errors import UsageError
-from roundelay.sim import cluster as clusters
-from roundelay.sim.cluster import from_tree
-from roundelay.sim.memory import check_fit, need
-from roundelay.strategy import build
+from roundelay.simulate import cluster as clusters
+from roundelay.simulate.cluster import from_tree
+from roundelay.simulate.memory import check_fit, need
+from roundelay.strategies import build
 
 
 def test_presets_say_where_every_figure_comes_from() -> None:

@@ -11,9 +11,15 @@ import pytest
 from small_tasks import Fit, dealt, first_weights, gradient_of
 
 from roundelay import topology
-from roundelay.core.history import Kind
-from roundelay.core.worker import Share, Worker
-from roundelay.sim.model import (
+from roundelay.core.update_log import Op
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig, train
+from roundelay.launch.context import DistributedContext
+from roundelay.launch.threads import run_threads
+from roundelay.replay.reader import LogEntry, RunLog, StepRecord, read_run_log
+from roundelay.replay.replay import Replay
+from roundelay.strategies.worker import StepInfo, Worker
+from roundelay.theory import (
     Apply,
     Meet,
     Read,
@@ -28,13 +34,7 @@ from roundelay.sim.model import (
     trajectory,
     uniform,
 )
-from roundelay.sim.model import Event as ModelEvent
-from roundelay.sim.record import Event, Piece, Record, read_record
-from roundelay.sim.replay import Replay
-from roundelay.train.loop import Plan, train
-from roundelay.train.options import Options
-from roundelay.train.place import Place
-from roundelay.train.pool import run_threads
+from roundelay.theory import Event as ModelEvent
 
 RATE, BATCH, SIZE, ROUNDS = 0.1, 4, 4, 30
 TASKS = [Fit(), Fit(hidden=6)]
@@ -45,12 +45,12 @@ def engine(task: Fit, strategy: str, size: int = SIZE, **options: Any) -> list[n
     """W after every step of the engine, on threads."""
     path: list[list[np.ndarray]] = [[] for _ in range(size)]
 
-    def job(place: Place) -> None:
-        plan = Plan(
+    def job(place: DistributedContext) -> None:
+        plan = RunConfig(
             epochs=ROUNDS * size * BATCH / task.samples, batch=BATCH, lr=RATE, momentum=0.0, evaluate=False, progress="none",
             on_step=lambda learner: path[place.rank].append(learner.worker.w.clone().numpy()),
         )  # fmt: skip
-        train(task, place, Options(strategy=strategy, **options), plan)
+        train(task, place, EngineConfig(strategy=strategy, **options), plan)
 
     run_threads(job, size=size, timeout_s=60)
     return [np.stack([path[learner][k] for learner in range(size)], axis=1) for k in range(ROUNDS)]
@@ -115,28 +115,28 @@ def scripted(seed: int, events: int) -> list[ModelEvent]:
     return order + [Apply(learner, RATE) for learner in range(SIZE) if begun[learner]]
 
 
-def record_of(task: Fit, order: list[ModelEvent]) -> Record:
+def record_of(task: Fit, order: list[ModelEvent]) -> RunLog:
     """The same order as a record that the engine can follow."""
-    orders: list[list[Event]] = [[] for _ in range(SIZE)]
-    steps: list[list[Piece]] = [[] for _ in range(SIZE)]
+    orders: list[list[LogEntry]] = [[] for _ in range(SIZE)]
+    steps: list[list[StepRecord]] = [[] for _ in range(SIZE)]
     taken = 0
     for number, event in enumerate(order):
         if isinstance(event, Meet):
-            orders[event.i].append(Event(Kind.MEET, event.j, number))
-            orders[event.j].append(Event(Kind.MEET, event.i, number))
+            orders[event.i].append(LogEntry(Op.MEET, event.j, number))
+            orders[event.j].append(LogEntry(Op.MEET, event.i, number))
             continue
-        orders[event.learner].append(Event(Kind.READ if isinstance(event, Read) else Kind.MOVE, event.learner, -1))
+        orders[event.learner].append(LogEntry(Op.READ if isinstance(event, Read) else Op.MOVE, event.learner, -1))
         if isinstance(event, Read):
             start = taken * BATCH % task.samples
             taken += 1
-            steps[event.learner].append(Piece(0, start, start + BATCH, Share(BATCH, BATCH, BATCH * SIZE, 0, 10**6)))
+            steps[event.learner].append(StepRecord(0, start, start + BATCH, StepInfo(BATCH, BATCH, BATCH * SIZE, 0, 10**6)))
     for learner in range(SIZE):
-        orders[learner].append(Event(Kind.LAST, learner, -1))
+        orders[learner].append(LogEntry(Op.LAST, learner, -1))
     card = {
         "size": SIZE, "leaders": list(range(SIZE)), "machines": ["here"] * SIZE, "device": "cpu", "threads": 1, "settings": {},
         "parameters": len(first_weights(task, 1)), "samples": task.samples, "total": 10**6, "batches": [BATCH] * SIZE,
     }  # fmt: skip
-    return Record(card, steps, orders, [])
+    return RunLog(card, steps, orders, [])
 
 
 @pytest.mark.parametrize("task", TASKS, ids=["convex", "nonconvex"])
@@ -149,7 +149,7 @@ def test_adpsgd_in_any_order_is_pair_matrices_and_stale_gradients(task: Fit, see
     def watch(rank: int, worker: Worker) -> None:
         found[rank].append(worker.w.clone().numpy())
 
-    again = Replay(task, Options(strategy="adpsgd"), Plan(lr=RATE, momentum=0.0), record)
+    again = Replay(task, EngineConfig(strategy="adpsgd"), RunConfig(lr=RATE, momentum=0.0), record)
     again.play(watch)
     pieces = [[(p.epoch, p.start, p.stop) for p in steps] for steps in record.steps]
     path = trajectory(first_weights(task, SIZE), asynchronous(SIZE, order), gradient_of(task, pieces))
@@ -162,7 +162,7 @@ def test_adpsgd_in_any_order_is_pair_matrices_and_stale_gradients(task: Fit, see
         assert np.abs(again.last[learner].numpy() - path[-1][:, learner]).max() < EXACTLY
 
 
-def in_one_line(record: Record) -> list[ModelEvent]:
+def in_one_line(record: RunLog) -> list[ModelEvent]:
     """One order of all events that agrees with every vector's own."""
     at = [0] * len(record.orders)
     line: list[ModelEvent] = []
@@ -171,14 +171,14 @@ def in_one_line(record: Record) -> list[ModelEvent]:
         for v, order in enumerate(record.orders):
             while at[v] < len(order):
                 event = order[at[v]]
-                if event.kind is Kind.MEET:
+                if event.kind is Op.MEET:
                     other = record.orders[event.actor]
-                    if at[event.actor] >= len(other) or other[at[event.actor]] != Event(Kind.MEET, v, event.round):
+                    if at[event.actor] >= len(other) or other[at[event.actor]] != LogEntry(Op.MEET, v, event.round):
                         break
                     at[event.actor] += 1
                     line.append(Meet(v, event.actor))
-                elif event.kind in (Kind.READ, Kind.MOVE):
-                    line.append(Read(v) if event.kind is Kind.READ else Apply(v, RATE))
+                elif event.kind in (Op.READ, Op.MOVE):
+                    line.append(Read(v) if event.kind is Op.READ else Apply(v, RATE))
                 at[v] += 1
         assert before != (len(line), at)
     return line
@@ -186,12 +186,12 @@ def in_one_line(record: Record) -> list[ModelEvent]:
 
 def test_a_recorded_run_is_the_model_of_its_own_order(tmp_path: Path) -> None:
     task = Fit(hidden=6, samples=120)
-    plan = Plan(
+    plan = RunConfig(
         epochs=3, batch=BATCH, lr=RATE, momentum=0.0, evaluate=False, progress="none", save_every_epochs=9,
         run=tmp_path, record={},
     )  # fmt: skip
-    run_threads(lambda place: train(task, place, Options(strategy="adpsgd"), plan), size=SIZE, timeout_s=60)
-    record = read_record(tmp_path)
+    run_threads(lambda place: train(task, place, EngineConfig(strategy="adpsgd"), plan), size=SIZE, timeout_s=60)
+    record = read_run_log(tmp_path)
     order = in_one_line(record)
     assert sum(isinstance(event, Apply) for event in order) == 90
     assert sum(isinstance(event, Meet) for event in order) > 10

@@ -9,18 +9,25 @@ from typing import Any
 
 import pytest
 
-from roundelay.cli import main
+from roundelay.cli.main import main
 from roundelay.errors import UsageError
-from roundelay.sim.cluster import Cluster, Compute, Link, Links, Machines, Slow
-from roundelay.sim.plan import Choice, Job, choices, learner_counts, mixing, plan, row, stable_rate
+from roundelay.simulate.cluster import (
+    Cluster,
+    ComputeModel,
+    LinkModel,
+    LinkModels,
+    MachineGroup,
+    StragglerModel,
+)
+from roundelay.simulate.plan import Choice, PlannedJob, choices, learner_counts, mixing, plan, row, stable_rate
 
-JOB = Job(parameters=1_000_000, samples=10_000, batch=16)
+JOB = PlannedJob(parameters=1_000_000, samples=10_000, batch=16)
 
 
 def cluster(machines: int, each: int, gbit: float, **more: Any) -> Cluster:
     return Cluster(
-        machines=(Machines(machines, each),), learner=Compute(seconds_per_sample=1e-3),
-        link=Links(inside=Link(200.0), between=Link(gbit)), **more,
+        machines=(MachineGroup(machines, each),), learner=ComputeModel(seconds_per_sample=1e-3),
+        link=LinkModels(inside=LinkModel(200.0), between=LinkModel(gbit)), **more,
     )  # fmt: skip
 
 
@@ -57,7 +64,7 @@ def test_a_quick_network_of_equal_learners_asks_for_nothing_else_than_sync() -> 
 
 
 def test_a_straggler_makes_gossip_the_choice() -> None:
-    found = plan(cluster(4, 1, 1000.0, slow=(Slow(10.0, learner=1),)), JOB)
+    found = plan(cluster(4, 1, 1000.0, slow=(StragglerModel(10.0, learner=1),)), JOB)
     assert found["recommendation"]["strategy"] == "adpsgd"
 
 
@@ -73,7 +80,7 @@ def test_mixing_and_stable_rates_are_those_of_the_matrices() -> None:
 
 
 def test_what_does_not_fit_is_said_and_what_fits_nowhere_is_an_error() -> None:
-    small = replace(cluster(2, 1, 10.0), learner=Compute(seconds_per_sample=1e-3, memory_gb=0.013))
+    small = replace(cluster(2, 1, 10.0), learner=ComputeModel(seconds_per_sample=1e-3, memory_gb=0.013))
     assert row(small, JOB, Choice("single", "single"))["fits"]
     assert not row(small, JOB, Choice("sync", "sync"))["fits"]
     with pytest.raises(UsageError, match="GB per learner"):
@@ -99,7 +106,7 @@ gbit_per_s = 1.0
 def files(tmp_path: Path) -> tuple[str, str]:
     (tmp_path / "two.toml").write_text(CLUSTER)
     (tmp_path / "task.toml").write_text(
-        'task = "roundelay.bench.tasks:Frames"\nbatch = 8\nepochs = 2\n[task_options]\nsamples = 64\n'
+        'task = "roundelay.testing.tasks:SyntheticFrames"\nbatch = 8\nepochs = 2\n[task_options]\nsamples = 64\n'
     )
     return str(tmp_path / "task.toml"), f"cluster={tmp_path / 'two.toml'}"
 

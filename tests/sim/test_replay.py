@@ -13,32 +13,32 @@ from command import Jobs
 from crew import Crew
 from tasks import Dots
 
-from roundelay.bench.tasks import Frames
-from roundelay.cli import main
-from roundelay.core.history import FIELDS, FOLDER, Kind
+from roundelay.cli.main import main
+from roundelay.core.update_log import FIELDS, FOLDER, Op
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig, train
 from roundelay.errors import DataError, UsageError
-from roundelay.sim.record import read_record
-from roundelay.sim.replay import Replay, check_settings
-from roundelay.train.loop import Plan, train
-from roundelay.train.options import Options
-from roundelay.train.place import Place
-from roundelay.train.pool import run_threads
+from roundelay.launch.context import DistributedContext
+from roundelay.launch.threads import run_threads
+from roundelay.replay.reader import read_run_log
+from roundelay.replay.replay import Replay, check_settings
+from roundelay.testing.tasks import SyntheticFrames
 
-SMALL = Frames(samples=240, held_out=8, hidden=6, frames=5)
-PLAN = Plan(epochs=2, batch=4, lr=0.2, evaluate=False, progress="none", save_every_epochs=100, record={"seed": 0})
+SMALL = SyntheticFrames(samples=240, held_out=8, hidden=6, frames=5)
+PLAN = RunConfig(epochs=2, batch=4, lr=0.2, evaluate=False, progress="none", save_every_epochs=100, record={"seed": 0})
 
 
-def train_recorded(place: Place, task: Any, options: Options, plan: Plan) -> None:
+def train_recorded(place: DistributedContext, task: Any, options: EngineConfig, plan: RunConfig) -> None:
     train(task, place, options, plan)
 
 
 def recorded(
-    runner: Any, run: Path, task: Any = SMALL, size: int = 4, machines: int = 0, plan: Plan = PLAN, **options: Any
+    runner: Any, run: Path, task: Any = SMALL, size: int = 4, machines: int = 0, plan: RunConfig = PLAN, **options: Any
 ) -> Any:
     """The comparison of a run with its replay."""
-    made, plan = Options(**options), replace(plan, run=run)
+    made, plan = EngineConfig(**options), replace(plan, run=run)
     runner(train_recorded, task, made, plan, size=size, machines=machines)
-    record = read_record(run)
+    record = read_run_log(run)
     again = Replay(task, made, plan, record)
     again.play()
     return again.compare(run)
@@ -77,11 +77,11 @@ def test_dropout_adam_schedule_and_statistics_are_replayed_too(crew: Crew, tmp_p
 
 def test_another_order_gives_other_weights(tmp_path: Path) -> None:
     """The comparison can fail: two reads and a meeting swapped, and the weights are others."""
-    options, plan = Options(strategy="adpsgd"), replace(PLAN, run=tmp_path)
+    options, plan = EngineConfig(strategy="adpsgd"), replace(PLAN, run=tmp_path)
     run_threads(train_recorded, SMALL, options, plan, size=2)
-    record = read_record(tmp_path)
+    record = read_run_log(tmp_path)
     order = record.orders[0]
-    at = next(n for n in range(2, len(order) - 2) if order[n].kind is Kind.MOVE and order[n + 1].kind is Kind.MEET)
+    at = next(n for n in range(2, len(order) - 2) if order[n].kind is Op.MOVE and order[n + 1].kind is Op.MEET)
     order[at], order[at + 1] = order[at + 1], order[at]
     again = Replay(SMALL, options, plan, record)
     again.play()
@@ -91,16 +91,16 @@ def test_another_order_gives_other_weights(tmp_path: Path) -> None:
 
 
 def test_without_record_nothing_is_noted(tmp_path: Path) -> None:
-    run_threads(train_recorded, SMALL, Options(strategy="adpsgd"), replace(PLAN, run=tmp_path, record=None), size=2)
+    run_threads(train_recorded, SMALL, EngineConfig(strategy="adpsgd"), replace(PLAN, run=tmp_path, record=None), size=2)
     assert not (tmp_path / FOLDER).exists()
     with pytest.raises(DataError, match="no record"):
-        read_record(tmp_path)
+        read_run_log(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
-    run_threads(train_recorded, SMALL, Options(strategy="adpsgd"), replace(PLAN, run=folder), size=2)
+    run_threads(train_recorded, SMALL, EngineConfig(strategy="adpsgd"), replace(PLAN, run=folder), size=2)
     return folder
 
 
@@ -128,27 +128,27 @@ def damaged(run: Path, tmp_path: Path, name: str, change: Any) -> Path:
 )
 def test_a_record_that_is_not_whole_is_an_error(run: Path, tmp_path: Path, name: str, change: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        read_record(damaged(run, tmp_path, name, change))
+        read_run_log(damaged(run, tmp_path, name, change))
 
 
 def test_a_record_of_other_settings_or_another_task_is_an_error(run: Path) -> None:
-    record = read_record(run)
+    record = read_run_log(run)
     with pytest.raises(DataError, match="seed = 0, the settings say 7"):
         check_settings(record, {"seed": 7}, "here")
     with pytest.raises(DataError, match="samples"):
-        Replay(replace(SMALL, samples=10), Options(), PLAN, record)
+        Replay(replace(SMALL, samples=10), EngineConfig(), PLAN, record)
     with pytest.raises(DataError, match="parameters"):
-        Replay(replace(SMALL, hidden=7), Options(), PLAN, record).play()
+        Replay(replace(SMALL, hidden=7), EngineConfig(), PLAN, record).play()
     with pytest.raises(DataError, match="does not fit"):
-        Replay(SMALL, Options(strategy="asgd"), PLAN, record).play()
+        Replay(SMALL, EngineConfig(strategy="asgd"), PLAN, record).play()
 
 
 def test_a_resumed_run_cannot_be_recorded(tmp_path: Path) -> None:
     plan = replace(PLAN, run=tmp_path, record=None)
-    run_threads(train_recorded, SMALL, Options(strategy="adpsgd"), plan, size=2)
+    run_threads(train_recorded, SMALL, EngineConfig(strategy="adpsgd"), plan, size=2)
     with pytest.raises(UsageError, match="begins with its run"):
         run_threads(
-            train_recorded, SMALL, Options(strategy="adpsgd"), replace(plan, record={}, resume="auto", epochs=3), size=2
+            train_recorded, SMALL, EngineConfig(strategy="adpsgd"), replace(plan, record={}, resume="auto", epochs=3), size=2
         )
 
 

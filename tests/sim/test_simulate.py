@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from roundelay import cli
-from roundelay.core.events import read_events
+from roundelay.cli.main import main
+from roundelay.metrics.events import read_events
 
 CLUSTER = """
 [[machines]]
@@ -43,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    code = cli.main(list(args))
+    code = main.main(list(args))
     out, err = capsys.readouterr()
     return code, out, err
 

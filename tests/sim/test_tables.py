@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks import batches, ksteps, published_scaling, stragglers, theory
+from benchmarks.sim_probe import ResultCache
 from command import ROUNDELAY, Jobs, descendants
 
 from roundelay import topology
-from roundelay.bench import batches, ksteps, shapes, stragglers, theory
-from roundelay.bench.watched import Kept
-from roundelay.cli import BENCHES, main
+from roundelay.cli.main import BENCHES, main
 
 TINY = {"samples": 320, "held_out": 16, "hidden": 4, "frames": 4, "phones": 3, "features": 4}
 
@@ -39,14 +39,16 @@ def test_every_table_is_a_command_with_help(name: str, capsys: pytest.CaptureFix
 
 
 def test_agreement_played_is_agreement_in_closed_form() -> None:
-    for row in shapes.agreement((16, 32)):
+    for row in published_scaling.agreement((16, 32)):
         assert abs(row["ring_played"] - row["ring_closed_form"]) <= 2
         assert row["random_played"] == pytest.approx(row["random_closed_form"], rel=0.25)
-    assert shapes.agreement((16,))[0]["T1_closed_form"] == 89
+    assert published_scaling.agreement((16,))[0]["T1_closed_form"] == 89
 
 
 def test_a_straggler_slows_those_who_wait_and_hardly_those_who_do_not() -> None:
-    rows = {r["contestant"]: r["times"] for r in shapes.straggler(40, (1, 10))}  # on a ring it takes 16 until all feel it
+    rows = {
+        r["contestant"]: r["times"] for r in published_scaling.straggler(40, (1, 10))
+    }  # on a ring it takes 16 until all feel it
     for waits in ("sync", "dpsgd", "delay_by_one", "kstep, K = 8"):
         assert rows[waits]["10"] > 4
     for name in ("adpsgd, ring", "adpsgd, random_ring"):
@@ -54,7 +56,7 @@ def test_a_straggler_slows_those_who_wait_and_hardly_those_who_do_not() -> None:
 
 
 def test_one_gpu_takes_what_its_pace_was_fitted_to() -> None:
-    row = shapes.speedup(4, 1)[0]
+    row = published_scaling.speedup(4, 1)[0]
     assert row["hours"] == pytest.approx(row["published_hours"], rel=0.05)
 
 
@@ -125,12 +127,12 @@ def test_the_grid_is_resumed_and_keeps_what_diverged(tmp_path: Path, monkeypatch
         return {"loss": None if cell.factor == 2.0 else 1.0 / cell.factor, "rate": 1.0, "spread": 0.1, "looks": [look]}
 
     monkeypatch.setattr(batches, "run", run)
-    found = batches.Grid(Kept(tmp_path / "kept.jsonl"), 1, False).table()
+    found = batches.Grid(ResultCache(tmp_path / "kept.jsonl"), 1, False).table()
     once = len(ran)
     assert {r["best_factor"] for r in found["results"]} == {1.0}
     assert all(r["by_factor"]["2.0"] is None for r in found["results"])
     assert len({cell.key for cell in ran}) == once
-    again = batches.Grid(Kept(tmp_path / "kept.jsonl"), 1, False).table()
+    again = batches.Grid(ResultCache(tmp_path / "kept.jsonl"), 1, False).table()
     assert len(ran) == once
     assert json.loads(json.dumps(again)) == json.loads(json.dumps(found))
     assert max(c.batch for c in ran) * 16 * 500 <= batches.EPOCHS * batches.TASK.samples  # at least 500 updates

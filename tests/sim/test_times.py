@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from roundelay.errors import PeerLost
-from roundelay.sim.cluster import Cluster, from_tree
-from roundelay.sim.simulate import Outcome, simulate_timing
+from roundelay.simulate.cluster import Cluster, from_tree
+from roundelay.simulate.run import SimulationResult, simulate_timing
 
 PARAMETERS = 25_000_000  # 100 MB: 0.8 s at 1 Gbit/s
 
@@ -22,7 +22,7 @@ def cluster(machines: int = 4, learners: int = 1, **rest: Any) -> Cluster:
     return from_tree({**tree, **rest})
 
 
-def run(on: Cluster, strategy: str, **options: Any) -> Outcome:
+def run(on: Cluster, strategy: str, **options: Any) -> SimulationResult:
     given: dict[str, Any] = {"parameters": PARAMETERS, "batch": 100, "steps": 20, "momentum": 0.0, **options}
     return simulate_timing(on, strategy=strategy, **given)
 

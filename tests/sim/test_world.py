@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from roundelay.sim.store import VirtualStore
-from roundelay.sim.virtual import PLAIN, Virtual, in_virtual_time
-from roundelay.sim.world import Deadlock, World
-from roundelay.train.place import Place
+from roundelay.launch.context import DistributedContext
+from roundelay.simulate.event_loop import EventLoop, SimulationDeadlock
+from roundelay.simulate.simulated_cluster import PLAIN, SimulatedCluster, run_simulated
+from roundelay.simulate.store import SimulatedStore
 
 
 def test_events_come_in_the_order_of_time_then_of_planning() -> None:
-    world, seen = World(), []
+    world, seen = EventLoop(), []
 
     def sleeper(name: str, *naps: float) -> None:
         for nap in naps:
@@ -30,7 +30,7 @@ def test_events_come_in_the_order_of_time_then_of_planning() -> None:
 
 def test_the_digest_tells_two_orders_apart() -> None:
     def digest(nap: float) -> str:
-        world = World()
+        world = EventLoop()
         for name in ("a", "b"):
             world.spawn(name, lambda: world.sleep(nap) or world.sleep(0.5))
         world.run()
@@ -41,8 +41,8 @@ def test_the_digest_tells_two_orders_apart() -> None:
 
 
 def test_a_key_wakes_those_who_wait_for_it_and_nobody_else() -> None:
-    world = World()
-    store, woken = VirtualStore(world), []
+    world = EventLoop()
+    store, woken = SimulatedStore(world), []
 
     def waiter(name: str, *keys: str) -> None:
         while store.get(keys[0]) is None:
@@ -57,51 +57,51 @@ def test_a_key_wakes_those_who_wait_for_it_and_nobody_else() -> None:
     assert woken == [("a", 3.0), ("b", 5.0)]
 
 
-def one_stays_away(place: Place) -> None:
+def one_stays_away(place: DistributedContext) -> None:
     if place.rank != 2:
         place.net.start_mean(torch.ones(3)).wait()
 
 
 def test_a_missing_participant_is_a_deadlock_that_names_who_waits_for_whom() -> None:
-    with pytest.raises(Deadlock) as error:
-        in_virtual_time(one_stays_away, size=3)
+    with pytest.raises(SimulationDeadlock) as error:
+        run_simulated(one_stays_away, size=3)
     text = str(error.value)
     assert "rank 0 waits for rank 2 at mean 1 of 'all'" in text
     assert "rank 1 waits for rank 2" in text
 
 
-def a_neighbour_stays_away(place: Place) -> None:
+def a_neighbour_stays_away(place: DistributedContext) -> None:
     rows = {r: {r: 0.5, (r + 1) % 2: 0.5} for r in range(2)}
     if place.rank == 1:
         place.net.start_mix(torch.ones(3), rows[1]).wait()
 
 
 def test_a_missing_neighbour_is_named_too() -> None:
-    with pytest.raises(Deadlock, match="rank 1 waits for rank 0 at mix 1"):
-        in_virtual_time(a_neighbour_stays_away, size=2)
+    with pytest.raises(SimulationDeadlock, match="rank 1 waits for rank 0 at mix 1"):
+        run_simulated(a_neighbour_stays_away, size=2)
 
 
-def never_written(place: Place) -> None:
+def never_written(place: DistributedContext) -> None:
     place.net.store.pause(0.01, "nobody-writes-this") if place.rank else None
     while place.net.store.get("nobody-writes-this") is None and place.rank:
         place.net.store.pause(0.01, "nobody-writes-this")
 
 
 def test_a_key_that_nobody_writes_is_a_deadlock() -> None:
-    with pytest.raises(Deadlock, match="the store's nobody-writes-this"):
-        in_virtual_time(never_written, size=2)
+    with pytest.raises(SimulationDeadlock, match="the store's nobody-writes-this"):
+        run_simulated(never_written, size=2)
 
 
 def test_different_rendezvous_are_told_apart() -> None:
-    def confused(place: Place) -> None:
+    def confused(place: DistributedContext) -> None:
         x = torch.ones(2)
         place.net.cast(x) if place.rank else place.net.start_mean(x).wait()
 
     with pytest.raises(Exception, match="comes to rendezvous 1 with cast, the others with mean"):
-        in_virtual_time(confused, size=2)
+        run_simulated(confused, size=2)
 
 
-def verbs(place: Place) -> dict[str, Any]:
+def verbs(place: DistributedContext) -> dict[str, Any]:
     net, rank = place.net, place.rank
     published = net.publish(torch.full((3,), float(rank)))
     mean = net.start_mean(torch.full((2,), float(rank)), float(rank + 1)).wait()
@@ -115,7 +115,7 @@ def verbs(place: Place) -> dict[str, Any]:
 
 
 def test_the_verbs_do_what_other_wires_do() -> None:
-    found = in_virtual_time(verbs, size=3)
+    found = run_simulated(verbs, size=3)
     assert all(torch.equal(f["mean"], torch.full((2,), (0 + 2 + 6) / 6)) for f in found)
     assert found[1]["inner"] is None
     assert all(float(found[r]["inner"]) == 1.0 for r in (0, 2))
@@ -125,7 +125,7 @@ def test_the_verbs_do_what_other_wires_do() -> None:
 
 
 def test_learners_roll_their_own_dice() -> None:
-    def draw(place: Place, order: int) -> torch.Tensor:
+    def draw(place: DistributedContext, order: int) -> torch.Tensor:
         place.host.seed(7 + place.rank)
         place.net.start_mean(torch.zeros(1)).wait()
         rolled = []
@@ -134,16 +134,16 @@ def test_learners_roll_their_own_dice() -> None:
         return torch.cat(rolled)
 
     for order in (0, 3):  # whoever computes first
-        found = in_virtual_time(draw, order, size=2)
+        found = run_simulated(draw, order, size=2)
         for rank in range(2):
             assert torch.equal(found[rank], torch.rand(4, generator=torch.Generator().manual_seed(7 + rank)))
 
 
 def test_a_learner_that_fails_takes_the_waiting_along_and_says_why() -> None:
-    def work(place: Place) -> None:
+    def work(place: DistributedContext) -> None:
         if place.rank == 1:
             raise ValueError("not today")
         place.net.start_mean(torch.ones(1)).wait()
 
     with pytest.raises(Exception, match="not today"):
-        Virtual(PLAIN, machines=["here"] * 3).run(work)
+        SimulatedCluster(PLAIN, machines=["here"] * 3).run(work)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from laws import LR, centres, quadratic
 
+from roundelay.testing.conformance import RunSpec, ToyTask, in_threads, run_toy_task
 from roundelay.topology import neighbour_matrix
-from roundelay.train.battery import Case, Lesson, in_threads, run_lesson
 
 SIZES = [2, 3, 4]
 STEPS = 9
@@ -121,8 +121,8 @@ def test_a_diverged_replica_is_left_out_of_the_average() -> None:
 
 
 def final(strategy: str, size: int, momentum: float, samples: int = 96, **options: Any) -> np.ndarray:
-    case = Case(strategy, tuple(options.items()), momentum=momentum, lesson=Lesson(samples=samples))
-    return in_threads(run_lesson, case, size=size)[0]["w"]
+    case = RunSpec(strategy, tuple(options.items()), momentum=momentum, lesson=ToyTask(samples=samples))
+    return in_threads(run_toy_task, case, size=size)[0]["w"]
 
 
 @pytest.mark.parametrize("samples", [96, 37])
@@ -141,19 +141,19 @@ def test_bmuf_without_block_momentum_is_kstep_that_forgets(size: int) -> None:
 
 @pytest.mark.parametrize("outer", ["sync", "kstep", "dpsgd", "delay_by_one"])
 def test_a_hierarchy_of_one_machine_is_sync(outer: str) -> None:
-    case = Case(f"hierarchical({outer})", machines=1)
-    one = in_threads(run_lesson, case, size=3, machines=1)[0]["w"]
+    case = RunSpec(f"hierarchical({outer})", machines=1)
+    one = in_threads(run_toy_task, case, size=3, machines=1)[0]["w"]
     assert np.allclose(one, final("sync", 3, 0.9), **PRECISE)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_hierarchy_of_machines_of_one_is_its_outer_strategy(size: int) -> None:
-    case = Case("hierarchical(dpsgd)", machines=size)
-    one = in_threads(run_lesson, case, size=size, machines=size)[0]["w"]
+    case = RunSpec("hierarchical(dpsgd)", machines=size)
+    one = in_threads(run_toy_task, case, size=size, machines=size)[0]["w"]
     assert np.array_equal(one, final("dpsgd", size, 0.9))
 
 
 def test_hierarchical_sync_is_sync() -> None:
-    case = Case("hierarchical(sync)", machines=2)
-    one = in_threads(run_lesson, case, size=3, machines=2)[0]["w"]
+    case = RunSpec("hierarchical(sync)", machines=2)
+    one = in_threads(run_toy_task, case, size=3, machines=2)[0]["w"]
     assert np.allclose(one, final("sync", 3, 0.9), **PRECISE)

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from tasks import Dots
 
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.learner import Learner
+from roundelay.engine.trainer import RunConfig, train
 from roundelay.errors import UsageError
-from roundelay.strategy import build
-from roundelay.train.learner import Learner
-from roundelay.train.loop import Plan, train
-from roundelay.train.options import Options
-from roundelay.train.place import Place
-from roundelay.train.pool import run_threads
+from roundelay.launch.context import DistributedContext
+from roundelay.launch.threads import run_threads
+from roundelay.strategies import build
 
 SIZE, K = 2, 3
 
@@ -25,12 +25,12 @@ def run(folder: Path, epochs: float, **settings: Any) -> tuple[list[list[torch.T
     """Every learner's weights after every step, and the final model."""
     walks: list[list[torch.Tensor]] = [[] for _ in range(SIZE)]
 
-    def learn(place: Place) -> None:
+    def learn(place: DistributedContext) -> None:
         def note(learner: Learner) -> None:
             walks[place.rank].append(learner.worker.w.clone())
 
-        options = Options(strategy="kstep", strategy_options={"K": K, **settings}, exact=True)
-        plan = Plan(epochs=epochs, batch=5, lr=0.1, run=folder, evaluate=False, progress="none", on_step=note)
+        options = EngineConfig(strategy="kstep", strategy_options={"K": K, **settings}, exact=True)
+        plan = RunConfig(epochs=epochs, batch=5, lr=0.1, run=folder, evaluate=False, progress="none", on_step=note)
         train(Dots(samples=120), place, options, plan)
 
     run_threads(learn, size=SIZE)

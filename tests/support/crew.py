@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from roundelay.core import kernels
-from roundelay.train.mpi_pool import MpiPool
-from roundelay.train.place import Place
-from roundelay.train.pool import Pool, run_threads
+from roundelay.launch.context import DistributedContext
+from roundelay.launch.threads import run_threads
+from roundelay.testing.mpi_pool import MpiPool
+from roundelay.testing.pools import ProcessPool
 
 SIZE = 4
 PATIENCE_S = 60.0
@@ -20,7 +21,7 @@ class Crew:
     """A pool that is made anew after a failure, so that one broken test does not break the next."""
 
     def __init__(self) -> None:
-        self._pools: dict[bool, Pool] = {}
+        self._pools: dict[bool, ProcessPool] = {}
 
     def on(self, wire: str) -> Any:
         """A runner on this wire. On `auto` the crew pretends to be two machines: shared memory inside, connections between."""
@@ -37,7 +38,7 @@ class Crew:
         if by_mpi:
             pytest.importorskip("mpi4py")
         if by_mpi not in self._pools:
-            self._pools[by_mpi] = (MpiPool(SIZE) if by_mpi else Pool(SIZE)).__enter__()
+            self._pools[by_mpi] = (MpiPool(SIZE) if by_mpi else ProcessPool(SIZE)).__enter__()
             self._pools[by_mpi].run(wake_up, timeout_s=4 * PATIENCE_S)  # imports take as long as they take
         pool = self._pools[by_mpi]
         pool.wire = wire
@@ -53,8 +54,8 @@ class Crew:
         self._pools = {}
 
 
-def wake_up(place: Place) -> int:
+def wake_up(place: DistributedContext) -> int:
     """Everything a process pays for once."""
-    kernels.warm(torch.float32)
+    kernels.compile_for(torch.float32)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     return place.rank

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roundelay.asr.ngram import BEGIN, END, Ngram
+from roundelay.speech.graph.ngram import BEGIN, END, Ngram
 
 Entries = dict[str, list[tuple[tuple[str, ...], float]]]
 

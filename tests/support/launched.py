@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from roundelay.strategy import STRATEGIES, build
-from roundelay.train.battery import Case, run_lesson
-from roundelay.train.place import from_environment, open_place
-from roundelay.wire.store import JobStore
+from roundelay.fleet.store import JobStore
+from roundelay.launch.context import context_from_env, create_context
+from roundelay.strategies import STRATEGIES, build
+from roundelay.testing.conformance import RunSpec, run_toy_task
 
 
 def main(wire: str) -> None:
     torch.set_num_threads(1)
-    place = from_environment(wire=wire, host="127.0.0.1", timeout_s=60.0, device="cpu", machines=0, digest={})
+    place = context_from_env(wire=wire, host="127.0.0.1", timeout_s=60.0, device="cpu", machines=0, digest={})
     store: Any = place.net.store
     assert isinstance(store, JobStore)
     found = {}
@@ -25,11 +25,11 @@ def main(wire: str) -> None:
         if name == "single" or not build(name).traits.deterministic:
             continue
         machines = 2 if "hierarchical" in name else 0
-        apart = open_place(
+        apart = create_context(
             store.under(f"{name}/"), place.rank, place.size, place.machines[place.rank],
             wire=wire, host="127.0.0.1", timeout_s=60.0, device=place.device, machines=machines, digest={},
         )  # fmt: skip
-        w = run_lesson(apart, Case(name, machines=machines))["w"]
+        w = run_toy_task(apart, RunSpec(name, machines=machines))["w"]
         found[name] = hashlib.sha256(w.tobytes()).hexdigest()
     if place.rank == 0:
         print(json.dumps(found), flush=True)

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from roundelay.core import buckets
-from roundelay.core.worker import Share
-from roundelay.train.learner import Learner
-from roundelay.train.options import Options
-from roundelay.train.place import Place
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.learner import Learner
+from roundelay.launch.context import DistributedContext
+from roundelay.strategies.worker import StepInfo
 
 PATIENCE_S = 20.0
 LR = 0.1
 
 
-def learner_of(place: Place, module: nn.Module, strategy: str, **options: Any) -> Learner:
-    return Learner(place, module, torch.optim.SGD(module.parameters(), lr=LR), Options(strategy=strategy, **options))
+def learner_of(place: DistributedContext, module: nn.Module, strategy: str, **options: Any) -> Learner:
+    return Learner(place, module, torch.optim.SGD(module.parameters(), lr=LR), EngineConfig(strategy=strategy, **options))
 
 
-def share(place: Place, k: int) -> Share:
-    return Share(1, 1, place.size, k * place.size, 1 << 40)
+def share(place: DistributedContext, k: int) -> StepInfo:
+    return StepInfo(1, 1, place.size, k * place.size, 1 << 40)
 
 
-def updates_during_meetings(place: Place, steps: int) -> dict[str, Any]:
+def updates_during_meetings(place: DistributedContext, steps: int) -> dict[str, Any]:
     """Everybody gossips and moves by random gradients at once; what comes out must be what went in."""
     module = nn.Linear(300, 20)
     learner = learner_of(place, module, "adpsgd", topology="ring")
@@ -56,7 +56,7 @@ def updates_during_meetings(place: Place, steps: int) -> dict[str, Any]:
     return {"start": start.double().numpy(), "moved": moved.numpy(), "end": end.double().numpy(), "met": met, "n": staleness}
 
 
-def stuck_neighbour(place: Place, steps: int) -> dict[str, Any]:
+def stuck_neighbour(place: DistributedContext, steps: int) -> dict[str, Any]:
     """Rank 0 sits in its first gradient until all others have done all their steps."""
     module = nn.Linear(4, 4)
     learner = learner_of(place, module, "adpsgd", topology="ring")
@@ -106,7 +106,7 @@ class Branches(nn.Module):
         return self.last(torch.tanh(self.own[rank](torch.tanh(self.first(x)))))
 
 
-def gradient_in_buckets(place: Place, bucket_bytes: int, samples: list[int]) -> dict[str, Any]:
+def gradient_in_buckets(place: DistributedContext, bucket_bytes: int, samples: list[int]) -> dict[str, Any]:
     """The mean gradient as `sync` gets it, travelling in buckets of this size, and this learner's own."""
     before = buckets.FIRST_BYTES, buckets.BUCKET_BYTES
     buckets.FIRST_BYTES = buckets.BUCKET_BYTES = bucket_bytes
@@ -125,7 +125,7 @@ def gradient_in_buckets(place: Place, bucket_bytes: int, samples: list[int]) -> 
 
         means = []
         for k in range(2):
-            learner.worker.begin(Share(own, own, sum(samples), k), compute)
+            learner.worker.begin(StepInfo(own, own, sum(samples), k), compute)
             means.append(learner.worker.mean_grad().tensor().clone().numpy())
             if own:
                 learner.flat.gather(mine)
@@ -136,7 +136,7 @@ def gradient_in_buckets(place: Place, bucket_bytes: int, samples: list[int]) -> 
     return {"means": means, "own": mine.numpy()}
 
 
-def batch_norm(place: Place, strategy: str) -> dict[str, Any]:
+def batch_norm(place: DistributedContext, strategy: str) -> dict[str, Any]:
     """The statistics of every learner before the end, and after it."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -151,7 +151,7 @@ def batch_norm(place: Place, strategy: str) -> dict[str, Any]:
 
     machine = len(learner.machine)
     for k in range(3):
-        learner.advance(Share(1, machine, place.size, k * place.size, 3 * place.size), compute)
+        learner.advance(StepInfo(1, machine, place.size, k * place.size, 3 * place.size), compute)
     before = learner.flat.buffer_vector().clone()
     leads = learner.worker.leads
     learner.finish()
@@ -163,13 +163,13 @@ def batch_norm(place: Place, strategy: str) -> dict[str, Any]:
 # -- a quadratic, for which every strategy can be worked out by hand ------------------------------------------------
 
 
-def quadratic(place: Place, strategy: str, options: dict[str, Any], steps: int, momentum: float) -> np.ndarray:
+def quadratic(place: DistributedContext, strategy: str, options: dict[str, Any], steps: int, momentum: float) -> np.ndarray:
     """w of every step, for the loss |w - c_rank|^2 / 2, whose gradient is w - c_rank."""
     module = nn.Linear(1, 3, bias=False)
     with torch.no_grad():
         module.weight.zero_()
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=momentum)
-    learner = Learner(place, module, optimizer, Options(strategy=strategy, strategy_options=options, exact=True))
+    learner = Learner(place, module, optimizer, EngineConfig(strategy=strategy, strategy_options=options, exact=True))
     learner.start()
     centre = centres(place.size)[place.rank].reshape(3, 1)
     path = []
@@ -179,7 +179,7 @@ def quadratic(place: Place, strategy: str, options: dict[str, Any], steps: int, 
         return float(module.weight.grad.square().sum()) / 2
 
     for k in range(steps):
-        learner.advance(Share(1, 1, place.size, k * place.size, steps * place.size), compute)
+        learner.advance(StepInfo(1, 1, place.size, k * place.size, steps * place.size), compute)
         path.append(learner.worker.w.clone().numpy())
     place.net.start_mean(torch.zeros(1)).wait()
     learner.close()

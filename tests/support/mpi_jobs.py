@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from roundelay.train.place import Place
+from roundelay.launch.context import DistributedContext
 
 PATIENCE_S = 30.0
 
 
-def where(place: Place) -> str:
+def where(place: DistributedContext) -> str:
     """The name of this learner's machine."""
     return place.hosts[place.rank]
 
 
-def waiting(place: Place, seconds: float) -> dict[str, float]:
+def waiting(place: DistributedContext, seconds: float) -> dict[str, float]:
     """Everybody waits for rank 0; the seconds of it, and the CPU seconds it took."""
     place.net.start_mean(torch.zeros(1)).wait()
     began, cpu = time.monotonic(), time.process_time()
@@ -27,7 +27,7 @@ def waiting(place: Place, seconds: float) -> dict[str, float]:
     return {"waited": time.monotonic() - began, "cpu": time.process_time() - cpu}
 
 
-def overlapping(place: Place, length: int) -> dict[str, Any]:
+def overlapping(place: DistributedContext, length: int) -> dict[str, Any]:
     """A mean is started, then nobody calls the wire again: does it arrive while everybody computes?"""
     a = torch.randn(64, 64)
     pending = place.net.start_mean(torch.full((length,), float(place.rank)))
@@ -38,7 +38,7 @@ def overlapping(place: Place, length: int) -> dict[str, Any]:
     return {"arrived": arrived, "mean": float(pending.wait().mean())}
 
 
-def one_sided(place: Place, length: int, times: int) -> dict[str, Any]:
+def one_sided(place: DistributedContext, length: int, times: int) -> dict[str, Any]:
     """Everybody adds ones to everybody's vector, its own among them, and then reads them all."""
     net = place.net
     net.publish(torch.zeros(length))

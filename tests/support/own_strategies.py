@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from roundelay.core.traits import Traits
-from roundelay.core.worker import Worker
+from roundelay.strategies.base import Traits
+from roundelay.strategies.worker import Worker
 
 IN_TURN = Traits(
     claims="turn",

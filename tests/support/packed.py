@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from roundelay.asr.align import write_states
-from roundelay.asr.features import FeatureOptions
-from roundelay.asr.store import DATA, FORMAT, INDEX, RANGES
-from roundelay.recipe.pack import Packing, pack
+from roundelay.recipes.pack import Packing, pack
+from roundelay.speech.features.extract import FeatureOptions
+from roundelay.speech.features.feature_store import DATA, FORMAT, INDEX, RANGES
+from roundelay.speech.hmm.align import write_states
 
 MELS, PDFS = 8, 5
 

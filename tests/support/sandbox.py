@@ -19,7 +19,7 @@ from pathlib import Path
 from command import BIN, LAUNCHER_VARIABLES
 from pages import ROOT
 
-from roundelay import cli
+from roundelay.cli.main import main
 
 LIMIT_S = 400.0
 SHELL = ("&", ";", "|", "$", "<")
@@ -96,7 +96,7 @@ class Sandbox:
                     runpy.run_path(words[1], run_name="__main__")
                     code = 0
                 else:
-                    code = cli.main(words[1:])
+                    code = main.main(words[1:])
             except SystemExit as end:
                 code = int(end.code or 0)
         return Outcome(code, out.read_text(), err.read_text())

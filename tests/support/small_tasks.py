@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from roundelay.core.task import epoch_order
-from roundelay.sim.model import Gradient
+from roundelay.data.epoch_order import epoch_order
+from roundelay.theory import Gradient
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundelay.core.task import epoch_order
+from roundelay.data.epoch_order import epoch_order
 
 PATIENCE_S = 60.0
 
@@ -89,7 +89,7 @@ class Dots:
     def _sabotage_saving(self) -> None:
         """The checkpoint at that many samples stops for good when its shards are written and it is about to become complete,
         in whichever process completes it."""
-        from roundelay.train import checkpoint
+        from roundelay.engine import checkpoint
 
         describe = checkpoint.Checkpoints.describe
 

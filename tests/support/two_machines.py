@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from roundelay.bench.namespaces import CARD, Machines
+from benchmarks.namespaces import CARD, NetnsMachines
 
 NAMES = ("first", "second")
 
@@ -14,7 +14,7 @@ NAMES = ("first", "second")
 @contextmanager
 def two_machines(folder: Path, learners: int, mbit: int = 1000) -> Iterator[tuple[list[str], list[str]]]:
     """Options of mpirun for that many learners on each machine, and the command that starts mpirun on the first."""
-    with Machines(2, mbit) as machines:
+    with NetnsMachines(2, mbit) as machines:
         enter = [f"ip netns exec {machines.host(i)} unshare --uts sh -c 'hostname {NAMES[i]}; exec \"$@\"' sh" for i in (0, 1)]
         agent, door = folder / "agent", folder / "enter-first"
         # called as: agent HOST COMMAND...; the command is one for a shell

@@ -11,7 +11,7 @@ import pytest
 from command import Jobs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from roundelay.train.board import FOLDER, Board
+from roundelay.metrics.tensorboard import FOLDER, ScalarWriter
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -21,7 +21,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    board = Board(tmp_path)
+    board = ScalarWriter(tmp_path)
     board.scalars(10, {"train/loss": 0.5, "spread/learners": None})
     board.scalars(20, {"train/loss": 0.25})
     board.close()
@@ -29,18 +29,18 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_resumed_board_goes_on_where_the_checkpoint_stood(tmp_path: Path) -> None:
-    first = Board(tmp_path)
+    first = ScalarWriter(tmp_path)
     for step in (10, 20, 30):
         first.scalars(step, {"train/loss": float(step)})
     first.close()
-    second = Board(tmp_path, 20)
+    second = ScalarWriter(tmp_path, 20)
     second.scalars(25, {"train/loss": -25.0})
     second.close()
     assert scalars(tmp_path)["train/loss"] == [(10, 10.0), (25, -25.0)]  # from the checkpoint on, only what was done again
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
-    board = Board(None)
+    board = ScalarWriter(None)
     board.scalars(10, {"train/loss": 0.5})
     board.close()
     assert list(tmp_path.iterdir()) == []
@@ -50,7 +50,7 @@ def test_writing_does_not_import_tensorflow(tmp_path: Path) -> None:
     """Where tensorflow is installed its import takes seconds: a stand-in for it fails when it is imported."""
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow was imported')\n")
     script = (
-        "from pathlib import Path; from roundelay.train.board import Board\n"
+        "from pathlib import Path; from roundelay.metrics.tensorboard import Board\n"
         "board = Board(Path('tb')); board.scalars(1, {'a': 1.0}); board.close()"
     )
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=60)

@@ -13,8 +13,16 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundelay.train.claims import Claim, Dealt, Race, Span, Turn, merged, missing
-from roundelay.wire.store import LocalStore
+from roundelay.engine.sharding import (
+    BatchLease,
+    DynamicSharding,
+    ShardPlan,
+    Span,
+    StaticSharding,
+    merge_ranges,
+    uncovered_ranges,
+)
+from roundelay.fleet.store import LocalStore
 
 
 @dataclass(frozen=True)
@@ -27,9 +35,9 @@ class Deal:
     machines: list[list[int]]
     first: int = 0
 
-    def dealt(self, rank: int) -> Dealt:
+    def dealt(self, rank: int) -> ShardPlan:
         machine = next(m for m in self.machines if rank in m)
-        return Dealt(self.samples, self.total, self.batches, rank, machine, [m[0] for m in self.machines], self.first)
+        return ShardPlan(self.samples, self.total, self.batches, rank, machine, [m[0] for m in self.machines], self.first)
 
 
 @st.composite
@@ -49,7 +57,7 @@ def deals(draw: st.DrawFn) -> Deal:
     return Deal(samples, total, batches, machines, draw(st.integers(0, total - 1)))
 
 
-def places(deal: Deal, claims: Sequence[Claim]) -> list[int]:
+def places(deal: Deal, claims: Sequence[BatchLease]) -> list[int]:
     """The global places of claims, after checking that each lies in one epoch."""
     found = []
     for claim in claims:
@@ -64,14 +72,14 @@ def places(deal: Deal, claims: Sequence[Claim]) -> list[int]:
 
 @given(deals())
 def test_turn_deals_every_place_once(deal: Deal) -> None:
-    by_rank = [list(Turn(deal.dealt(rank))) for rank in range(len(deal.batches))]
+    by_rank = [list(StaticSharding(deal.dealt(rank))) for rank in range(len(deal.batches))]
     everything = [p for claims in by_rank for p in places(deal, claims)]
     assert sorted(everything) == list(range(deal.first, deal.total))
 
 
 @given(deals())
 def test_in_a_turn_all_ranks_have_the_same_rounds_and_their_weights_add_up(deal: Deal) -> None:
-    by_rank = [list(Turn(deal.dealt(rank))) for rank in range(len(deal.batches))]
+    by_rank = [list(StaticSharding(deal.dealt(rank))) for rank in range(len(deal.batches))]
     assert len({len(claims) for claims in by_rank}) == 1
     for claims in zip(*by_rank, strict=True):
         assert len({claim.span for claim in claims}) == 1
@@ -86,25 +94,25 @@ def test_in_a_turn_all_ranks_have_the_same_rounds_and_their_weights_add_up(deal:
 def test_a_turn_can_be_stopped_after_any_round_and_resumed_by_other_learners(deal: Deal, steps: int) -> None:
     done = []
     for rank in range(len(deal.batches)):
-        turn = Turn(deal.dealt(rank))
+        turn = StaticSharding(deal.dealt(rank))
         turn.stop_at = steps
         done += places(deal, list(turn))
     position = max(done, default=deal.first - 1) + 1
     other = Deal(deal.samples, deal.total, [3, 1], [[0], [1]], position)
-    rest = [p for rank in range(2) for p in places(other, list(Turn(other.dealt(rank))))]
+    rest = [p for rank in range(2) for p in places(other, list(StaticSharding(other.dealt(rank))))]
     assert sorted(done + rest) == list(range(deal.first, deal.total))
 
 
 # ----------------------------------------------------------------------------------------------------------- race
 
 
-def racers(deal: Deal, store: LocalStore, holes: Sequence[Span] = (), **options: Any) -> list[Race]:
-    return [Race(deal.dealt(rank), store, holes, **options) for rank in range(len(deal.batches))]
+def racers(deal: Deal, store: LocalStore, holes: Sequence[Span] = (), **options: Any) -> list[DynamicSharding]:
+    return [DynamicSharding(deal.dealt(rank), store, holes, **options) for rank in range(len(deal.batches))]
 
 
-def in_threads(races: list[Race], begun: Iterator[Claim] | None = None) -> list[list[Claim]]:
+def in_threads(races: list[DynamicSharding], begun: Iterator[BatchLease] | None = None) -> list[list[BatchLease]]:
     """All learners at once, each as fast as it can; the first one may have begun."""
-    found: list[list[Claim]] = [[] for _ in races]
+    found: list[list[BatchLease]] = [[] for _ in races]
 
     def learner(rank: int) -> None:
         for claim in begun if begun is not None and rank == 0 else races[rank]:
@@ -137,7 +145,7 @@ def test_a_race_deals_every_place_once_whoever_is_fast(deal: Deal, stays: bool) 
 def test_holes_of_an_earlier_run_are_dealt_too(deal: Deal, data: st.DataObject) -> None:
     done = data.draw(st.sets(st.integers(0, max(deal.first - 1, 0)), max_size=20)) if deal.first else set()
     completed = [(0, 0), *((p, p + 1) for p in done)]
-    holes, reached = missing(completed, deal.total)
+    holes, reached = uncovered_ranges(completed, deal.total)
     resumed = Deal(deal.samples, deal.total, deal.batches, deal.machines, reached)
     by_rank = in_threads(racers(resumed, LocalStore(), holes))
     everything = [p for claims in by_rank for p in places(resumed, claims)]
@@ -161,9 +169,9 @@ def test_leases_of_the_dead_come_back(deal: Deal, data: st.DataObject) -> None:
     assert sorted(everything) == list(range(deal.first, deal.total))
 
 
-def take(claims: Iterator[Claim], count: int, deal: Deal) -> list[Claim]:
+def take(claims: Iterator[BatchLease], count: int, deal: Deal) -> list[BatchLease]:
     """The first few, as long as there are any left: an idle learner would wait for the others."""
-    found: list[Claim] = []
+    found: list[BatchLease] = []
     while len(found) < count and sum(c.share.own for c in found) < deal.total - deal.first:
         found.append(next(claims))
     return found
@@ -196,7 +204,7 @@ def covered(found: Sequence[Span]) -> set[int]:
 
 @given(spans)
 def test_merged_covers_the_same_places_in_order_without_touching(found: list[Span]) -> None:
-    out = merged(found)
+    out = merge_ranges(found)
     assert covered(out) == covered(found)
     assert all(a[1] < b[0] for a, b in itertools.pairwise(out))
     assert json.loads(json.dumps(out)) == [list(s) for s in out]
@@ -204,7 +212,7 @@ def test_merged_covers_the_same_places_in_order_without_touching(found: list[Spa
 
 @given(spans, st.integers(0, 40))
 def test_missing_is_what_lies_below_the_highest_and_was_not_done(found: list[Span], total: int) -> None:
-    holes, reached = missing(found, total)
+    holes, reached = uncovered_ranges(found, total)
     highest = max((stop for _, stop in found), default=0)
     assert reached == min(highest, total)
     assert covered(holes) == set(range(highest)) - covered(found)

@@ -10,7 +10,7 @@ import resource
 import pytest
 from command import Jobs
 
-from roundelay.train.checkpoint import verify
+from roundelay.engine.checkpoint import verify
 
 # Dots has 120 samples and learners take 4 each: its first checkpoint, at half an epoch, is long whole when they stand still
 HELD = 25

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from tasks import Dots
 from torch import Tensor, nn
 
+from roundelay.core.deferred import Gradient
 from roundelay.core.flat import Flat
-from roundelay.core.lazy import Gradient
-from roundelay.train.loop import Plan, train
-from roundelay.train.ngsgd import NGSGD, begin, follow, some, strip
-from roundelay.train.optim import Optimizer
-from roundelay.train.options import Options
-from roundelay.train.place import Place
-from roundelay.train.pool import run_threads
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig, train
+from roundelay.launch.context import DistributedContext
+from roundelay.launch.threads import run_threads
+from roundelay.optim.adapter import OptimizerAdapter
+from roundelay.optim.ngsgd import NGSGD, begin, follow, some, strip
 
 ALPHA = 4.0
 
@@ -158,13 +158,13 @@ def gradient(module: nn.Module, flat: Flat, k: int) -> Gradient:
     return Gradient(lambda: flat.phi, 3, 1.0, in_parameters=True)
 
 
-def made() -> tuple[nn.Module, Flat, Optimizer]:
+def made() -> tuple[nn.Module, Flat, OptimizerAdapter]:
     module = speaker()
     flat = Flat(module)
-    return module, flat, Optimizer(flat, NGSGD(module.parameters(), lr=0.3, momentum=0.9).watch(module))
+    return module, flat, OptimizerAdapter(flat, NGSGD(module.parameters(), lr=0.3, momentum=0.9).watch(module))
 
 
-def steps(module: nn.Module, flat: Flat, optimizer: Optimizer, numbers: Any) -> None:
+def steps(module: nn.Module, flat: Flat, optimizer: OptimizerAdapter, numbers: Any) -> None:
     for k in numbers:
         (-optimizer.delta(gradient(module, flat, k))).move(flat.phi, flat.phi, True)
 
@@ -193,9 +193,9 @@ def test_learners_average_momentum_and_keep_their_own_factors() -> None:
 
 
 def test_a_run_with_it_is_resumed_to_the_bit(tmp_path: Path) -> None:
-    def learn(place: Place, run: str, epochs: int, resume: str) -> None:
-        options = Options(strategy="kstep", strategy_options={"K": 3, "combine": 2}, exact=True)
-        plan = Plan(
+    def learn(place: DistributedContext, run: str, epochs: int, resume: str) -> None:
+        options = EngineConfig(strategy="kstep", strategy_options={"K": 3, "combine": 2}, exact=True)
+        plan = RunConfig(
             epochs=epochs, batch=4, optimizer="ngsgd", lr=0.05, run=tmp_path / run, resume=resume, evaluate=False,
             save_every_epochs=100, progress="none",
         )  # fmt: skip

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from roundelay.core.deferred import Gradient
 from roundelay.core.flat import Flat
-from roundelay.core.lazy import Gradient
 from roundelay.errors import UsageError
-from roundelay.train.optim import Optimizer
+from roundelay.optim.adapter import OptimizerAdapter
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 STEPS = 5
@@ -59,7 +59,7 @@ class Walk:
     def __init__(self, make: Make, second: dict[str, Any], clip: float) -> None:
         self.module = net()
         self.flat = Flat(self.module)
-        self.optimizer = Optimizer(self.flat, make(groups(self.module, second)), clip)
+        self.optimizer = OptimizerAdapter(self.flat, make(groups(self.module, second)), clip)
         self.w = self.flat.phi.clone()
 
     def gradient(self, k: int, as_vector: bool = False) -> Gradient:
@@ -198,7 +198,7 @@ def test_no_batch_is_no_displacement_and_leaves_the_state() -> None:
 def test_parameters_without_a_gradient_follow_their_neighbours() -> None:
     module = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
     flat = Flat(module)
-    optimizer = Optimizer(flat, torch.optim.SGD(module.parameters(), lr=0.1))
+    optimizer = OptimizerAdapter(flat, torch.optim.SGD(module.parameters(), lr=0.1))
     module["used"](torch.ones(1, 2)).sum().backward()
     w = flat.phi.clone()
     w[6:] += 5.0  # a meeting while the gradient was computed
@@ -262,7 +262,7 @@ def test_a_learner_without_a_gradient_brings_a_state_as_long_as_the_others() -> 
 def test_the_schedule_scales_every_group() -> None:
     module = net()
     optimizer = torch.optim.SGD(groups(module, {"lr": 0.4}), lr=0.1)
-    wrapped = Optimizer(Flat(module), optimizer, factor=lambda position: 1 / (1 + position))
+    wrapped = OptimizerAdapter(Flat(module), optimizer, factor=lambda position: 1 / (1 + position))
     wrapped.set_position(3)
     assert [g["lr"] for g in optimizer.param_groups] == [pytest.approx(0.025), pytest.approx(0.1)]
     assert wrapped.rate == pytest.approx(0.025)
@@ -274,19 +274,19 @@ def test_the_schedule_scales_every_group() -> None:
 def test_optimizers_that_cannot_be_saved_or_called_are_refused() -> None:
     module = net()
     with pytest.raises(UsageError, match="LBFGS"):
-        Optimizer(Flat(module), torch.optim.LBFGS(module.parameters()))
+        OptimizerAdapter(Flat(module), torch.optim.LBFGS(module.parameters()))
 
 
 def test_an_optimizer_that_does_not_know_all_parameters_is_refused() -> None:
     module = net()
     with pytest.raises(UsageError, match=r"does not know 2 trainable parameters[\s\S]*2\.weight"):
-        Optimizer(Flat(module), torch.optim.SGD(module[0].parameters(), lr=0.1))
+        OptimizerAdapter(Flat(module), torch.optim.SGD(module[0].parameters(), lr=0.1))
 
 
 def test_sparse_gradients_are_refused() -> None:
     module = nn.Embedding(4, 2, sparse=True)
     flat = Flat(module)
-    optimizer = Optimizer(flat, torch.optim.SGD(module.parameters(), lr=0.1))
+    optimizer = OptimizerAdapter(flat, torch.optim.SGD(module.parameters(), lr=0.1))
     module(torch.tensor([1])).sum().backward()
     g = Gradient(lambda: flat.phi, 1, 1.0, in_parameters=True)
     with pytest.raises(UsageError, match="sparse"):

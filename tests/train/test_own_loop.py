@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.learner import Learner
 from roundelay.errors import UsageError
-from roundelay.train.learner import Learner
-from roundelay.train.options import Options
-from roundelay.train.place import Place, alone
-from roundelay.train.pool import run_threads
+from roundelay.launch.context import DistributedContext, single_process_context
+from roundelay.launch.threads import run_threads
 
 
-def learner_at(place: Place, **options: Any) -> tuple[Learner, nn.Module, torch.optim.Optimizer]:
+def learner_at(place: DistributedContext, **options: Any) -> tuple[Learner, nn.Module, torch.optim.Optimizer]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return Learner(place, module, optimizer, Options(**options)), module, optimizer
+    return Learner(place, module, optimizer, EngineConfig(**options)), module, optimizer
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -29,7 +29,7 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(5, 4, generator=generator), torch.randint(3, (5,), generator=generator)) for _ in range(count)]
 
 
-def uneven(place: Place, strategy: str, options: dict[str, Any]) -> tuple[int, float]:
+def uneven(place: DistributedContext, strategy: str, options: dict[str, Any]) -> tuple[int, float]:
     """Rank 0 has 21 batches, every other rank 3."""
     learner, module, _ = learner_at(place, strategy=strategy, strategy_options=options)
     with learner:
@@ -48,7 +48,7 @@ def test_a_loader_that_ends_early_joins_with_weight_0(strategy: str, options: di
 
 @pytest.mark.parametrize("strategy", ["sync", "adpsgd"])
 def test_a_second_claim_is_refused(strategy: str) -> None:
-    learner, module, _ = learner_at(alone("cpu"), strategy=strategy)
+    learner, module, _ = learner_at(single_process_context("cpu"), strategy=strategy)
     data = [(torch.zeros(4), torch.tensor(0))] * 6
     with learner:
         for batch in learner.claim(data, batch=2):
@@ -67,7 +67,7 @@ def test_a_second_claim_is_refused(strategy: str) -> None:
     ],
 )
 def test_what_an_own_loader_cannot_do_is_refused(options: dict[str, Any], complaint: str) -> None:
-    learner, _, _ = learner_at(alone("cpu"), **options)
+    learner, _, _ = learner_at(single_process_context("cpu"), **options)
     with learner, pytest.raises(UsageError, match=complaint):
         next(iter(learner.until_all_done(batches(1))))
 
@@ -75,7 +75,7 @@ def test_what_an_own_loader_cannot_do_is_refused(options: dict[str, Any], compla
 @pytest.mark.parametrize("own_loader", [True, False])
 def test_a_torch_scheduler_keeps_its_say(own_loader: bool) -> None:
     """Without a schedule of ours the rate is the user's: half of it moves the weights half as far."""
-    learner, module, optimizer = learner_at(alone("cpu"), strategy="adpsgd")
+    learner, module, optimizer = learner_at(single_process_context("cpu"), strategy="adpsgd")
     x, y = batches(1)[0]
     moved = []
     with learner:

@@ -9,10 +9,17 @@ import pytest
 import torch
 
 import roundelay
+from roundelay.comm.threads import ThreadGroup
 from roundelay.errors import PeerLost, RoundelayError, UsageError
-from roundelay.train.place import alone, call_the_roll, choose_device, from_environment, host_towards, split
-from roundelay.wire.inproc import Threads
-from roundelay.wire.store import LocalStore
+from roundelay.fleet.store import LocalStore
+from roundelay.launch.context import (
+    choose_device,
+    context_from_env,
+    exchange_rank_info,
+    fake_machines,
+    host_towards,
+    single_process_context,
+)
 
 
 def roll(*cards: dict[str, Any], sizes: tuple[int, ...] | None = None, timeout_s: float = 5.0) -> list[Any]:
@@ -22,7 +29,7 @@ def roll(*cards: dict[str, Any], sizes: tuple[int, ...] | None = None, timeout_s
     def learner(rank: int) -> None:
         size = sizes[rank] if sizes else len(cards)
         try:
-            heard[rank] = call_the_roll(store, rank, size, f"machine-{rank % 2}", timeout_s, cards[rank])
+            heard[rank] = exchange_rank_info(store, rank, size, f"machine-{rank % 2}", timeout_s, cards[rank])
         except RoundelayError as error:
             heard[rank] = error
 
@@ -64,38 +71,38 @@ def test_versions_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(roundelay, "__version__", "0.0.9")
         with pytest.raises(PeerLost):
-            call_the_roll(store, 0, 2, "here", 0.05, {})
+            exchange_rank_info(store, 0, 2, "here", 0.05, {})
     with pytest.raises(UsageError, match=rf"rank 1 has roundelay {roundelay.__version__}, rank 0 has 0\.0\.9") as caught:
-        call_the_roll(store, 1, 2, "here", 5.0, {})
+        exchange_rank_info(store, 1, 2, "here", 5.0, {})
     assert "install the same versions" in str(caught.value)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(PeerLost, match="rank 1, 2 did not answer the roll"):
-        call_the_roll(LocalStore(), 0, 3, "here", 0.05, {})
+        exchange_rank_info(LocalStore(), 0, 3, "here", 0.05, {})
 
 
 def test_two_processes_cannot_be_one_rank() -> None:
     store = LocalStore()
     with pytest.raises(PeerLost):
-        call_the_roll(store, 0, 2, "here", 0.02, {})
+        exchange_rank_info(store, 0, 2, "here", 0.02, {})
     with pytest.raises(UsageError, match="two processes say they are rank 0"):
-        call_the_roll(store, 0, 2, "here", 0.02, {})
+        exchange_rank_info(store, 0, 2, "here", 0.02, {})
 
 
 @pytest.mark.parametrize(("key", "value"), [("RANK", "first"), ("WORLD_SIZE", ""), ("MASTER_PORT", "http")])
 def test_bad_variables_of_the_launcher_are_named(key: str, value: str) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0", "MASTER_ADDR": "127.0.0.1", key: value}
     with pytest.raises(UsageError, match=f"{key} is '{value}', not a number"):
-        from_environment(wire="auto", host="127.0.0.1", timeout_s=5, device="cpu", machines=0, digest={}, env=env)
+        context_from_env(wire="auto", host="127.0.0.1", timeout_s=5, device="cpu", machines=0, digest={}, env=env)
 
 
 def test_one_machine_can_pretend_to_be_several() -> None:
-    assert split(["a"] * 5, 2) == ["a#0", "a#0", "a#0", "a#1", "a#1"]
-    assert split(["a"] * 3, 0) == ["a"] * 3
+    assert fake_machines(["a"] * 5, 2) == ["a#0", "a#0", "a#0", "a#1", "a#1"]
+    assert fake_machines(["a"] * 3, 0) == ["a"] * 3
     with pytest.raises(UsageError, match="cannot be split"):
-        split(["a"], 2)
-    place = alone("cpu", Threads(5), 3, machines=2)
+        fake_machines(["a"], 2)
+    place = single_process_context("cpu", ThreadGroup(5), 3, machines=2)
     assert place.machine_of(3) == [3, 4]
     assert place.leaders == [0, 3]
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from roundelay.errors import UsageError
-from roundelay.train.place import under_launcher
-from roundelay.train.variables import FIRST_PORT, PORTS, host_names, launcher_variables, port_of, tasks_per_node
+from roundelay.launch.context import under_launcher
+from roundelay.launch.environment import (
+    FIRST_PORT,
+    PORTS,
+    host_names,
+    port_of,
+    read_launcher_env,
+    tasks_per_node,
+)
 
 STEP = {
     "SLURM_JOB_ID": "77",
@@ -41,34 +48,34 @@ OPENMPI = {
 
 def test_torchrun_wins() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5", **OPENMPI, **STEP}
-    told = launcher_variables(env)
+    told = read_launcher_env(env)
     assert told == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
 
 
 def test_open_mpi_on_one_machine() -> None:
-    told = launcher_variables(OPENMPI)
+    told = read_launcher_env(OPENMPI)
     assert told["RANK"] == told["LOCAL_RANK"] == "2"
     assert told["WORLD_SIZE"] == told["LOCAL_WORLD_SIZE"] == "4"
     assert told["MASTER_ADDR"] == "127.0.0.1"
-    assert told["MASTER_PORT"] == launcher_variables({**OPENMPI, "OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
-    assert told["MASTER_PORT"] != launcher_variables({**OPENMPI, "PMIX_NAMESPACE": "prterun-here-2@1"})["MASTER_PORT"]
+    assert told["MASTER_PORT"] == read_launcher_env({**OPENMPI, "OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
+    assert told["MASTER_PORT"] != read_launcher_env({**OPENMPI, "PMIX_NAMESPACE": "prterun-here-2@1"})["MASTER_PORT"]
 
 
 def test_open_mpi_on_several_machines_leaves_the_address_to_mpi_or_to_the_user() -> None:
     several = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    assert "MASTER_ADDR" not in launcher_variables(several)
-    told = launcher_variables({**several, "MASTER_ADDR": "first", "MASTER_PORT": "29500"})
+    assert "MASTER_ADDR" not in read_launcher_env(several)
+    told = read_launcher_env({**several, "MASTER_ADDR": "first", "MASTER_PORT": "29500"})
     assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("first", "29500")
 
 
 @pytest.mark.parametrize("local", [("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")])
 def test_mpich_and_its_kin(local: tuple[str, str]) -> None:
-    told = launcher_variables({"PMI_RANK": "1", "PMI_SIZE": "2", local[0]: "1", local[1]: "2"})
+    told = read_launcher_env({"PMI_RANK": "1", "PMI_SIZE": "2", local[0]: "1", local[1]: "2"})
     assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"], told["MASTER_ADDR"]) == ("1", "2", "1", "127.0.0.1")
 
 
 def test_a_slurm_step() -> None:
-    told = launcher_variables(STEP)
+    told = read_launcher_env(STEP)
     assert told == {
         "RANK": "3",
         "WORLD_SIZE": "5",
@@ -78,24 +85,24 @@ def test_a_slurm_step() -> None:
         "MASTER_ADDR": "node07",
         "MASTER_PORT": str(port_of("77.0")),
     }
-    assert launcher_variables({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})["MASTER_PORT"] == told["MASTER_PORT"]
-    assert launcher_variables({**STEP, "SLURM_STEP_NODELIST": "node07"})["MASTER_ADDR"] == "127.0.0.1"
-    assert launcher_variables({**STEP, "MASTER_ADDR": "ib-node07"})["MASTER_ADDR"] == "ib-node07"
+    assert read_launcher_env({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})["MASTER_PORT"] == told["MASTER_PORT"]
+    assert read_launcher_env({**STEP, "SLURM_STEP_NODELIST": "node07"})["MASTER_ADDR"] == "127.0.0.1"
+    assert read_launcher_env({**STEP, "MASTER_ADDR": "ib-node07"})["MASTER_ADDR"] == "ib-node07"
 
 
 def test_a_step_takes_its_own_number_of_tasks_not_the_allocations() -> None:
-    assert launcher_variables({**STEP, "SLURM_NTASKS": "64"})["WORLD_SIZE"] == "5"
+    assert read_launcher_env({**STEP, "SLURM_NTASKS": "64"})["WORLD_SIZE"] == "5"
 
 
 def test_srun_with_pmi2_has_its_local_ranks_from_slurm() -> None:
-    assert launcher_variables({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}) == launcher_variables(STEP)
+    assert read_launcher_env({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}) == read_launcher_env(STEP)
 
 
 def test_mpirun_inside_an_allocation_is_mpiruns_affair() -> None:
     daemons = {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3"}  # the step is that of mpirun's own helpers
-    assert launcher_variables({**daemons, **OPENMPI})["RANK"] == "2"
+    assert read_launcher_env({**daemons, **OPENMPI})["RANK"] == "2"
     hydra = {**daemons, "PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    assert (launcher_variables(hydra)["RANK"], launcher_variables(hydra)["WORLD_SIZE"]) == ("2", "4")
+    assert (read_launcher_env(hydra)["RANK"], read_launcher_env(hydra)["WORLD_SIZE"]) == ("2", "4")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +118,7 @@ def test_mpirun_inside_an_allocation_is_mpiruns_affair() -> None:
     ids=["nothing", "sbatch", "salloc", "interactive", "batch step", "pty"],
 )
 def test_a_shell_inside_an_allocation_waits_for_nobody(env: dict[str, str]) -> None:
-    assert launcher_variables(env) == {}
+    assert read_launcher_env(env) == {}
     assert not under_launcher(env)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from roundelay.wire.agent import Agent
-from roundelay.wire.board import MemoryBoard, OnBoard
+from roundelay.comm.gossip.thread import GossipThread
+from roundelay.comm.shared_memory import LocalVectors, SharedVector
 
 
 class Pair:
@@ -24,10 +24,10 @@ class Pair:
 
 
 def test_an_agent_told_where_to_stop_in_the_middle_of_a_move_enters_no_round_beyond() -> None:
-    board = MemoryBoard(range(2))
+    board = LocalVectors(range(2))
     for rank in range(2):
         board.publish(rank, torch.zeros(4))
-    agent = Agent(OnBoard(board.seen_by(0), 0), board.seen_by(0), 2, b"", None, lambda peer, why: None)
+    agent = GossipThread(SharedVector(board.seen_by(0), 0), board.seen_by(0), 2, b"", None, lambda peer, why: None)
     pair = Pair()
     agent._matching, agent.round, agent.entered, agent._asking = pair, 7, 6, False
     pair.meanwhile = lambda: setattr(agent, "_play_to", 6)  # what play_to() does, from the learner's thread

@@ -11,17 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundelay.wire.huddle import SharedHuddle
-from roundelay.wire.store import LocalStore
+from roundelay.comm.node_group import ShmNodeGroup
+from roundelay.fleet.store import LocalStore
 
 
-def together(size: int, numel: int, job: Callable[[SharedHuddle], Any]) -> list[Any]:
+def together(size: int, numel: int, job: Callable[[ShmNodeGroup], Any]) -> list[Any]:
     """The job on every member, each in its thread; a hang is a failure."""
     store, results, errors = LocalStore(), [None] * size, []
 
     def member(rank: int) -> None:
         try:
-            huddle = SharedHuddle(rank, size, torch.zeros(numel), store, "test", 5.0, lambda wait: wait())
+            huddle = ShmNodeGroup(rank, size, torch.zeros(numel), store, "test", 5.0, lambda wait: wait())
             try:
                 results[rank] = job(huddle)
             finally:
@@ -47,7 +47,7 @@ def test_everybody_has_the_first_ones_vector_and_the_first_has_the_sum(
 ) -> None:
     numel = sum(buckets)
 
-    def job(huddle: SharedHuddle) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def job(huddle: ShmNodeGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
         found = []
         for number in range(rounds):
             weights = torch.full((numel,), float(100 * number + huddle.rank))
@@ -72,7 +72,7 @@ def test_everybody_has_the_first_ones_vector_and_the_first_has_the_sum(
 
 
 def test_who_hangs_up_is_noticed_at_once() -> None:
-    def job(huddle: SharedHuddle) -> None:
+    def job(huddle: ShmNodeGroup) -> None:
         x = torch.zeros(10)
         huddle.hand_out(x)
         if huddle.rank == 0:

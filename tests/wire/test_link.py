@@ -9,10 +9,19 @@ from contextlib import suppress
 import pytest
 import torch
 
+from roundelay.comm.gossip.thread import GossipThread, bytes_of
+from roundelay.comm.gossip.transport import (
+    HEADER,
+    MAGIC,
+    ConnectionClosed,
+    MessageType,
+    RemoteMemoryClient,
+    accept_handshake,
+    connect,
+    listen,
+)
+from roundelay.comm.shared_memory import LocalVectors, SharedVector
 from roundelay.errors import PeerLost
-from roundelay.wire.agent import Agent, bytes_of
-from roundelay.wire.board import MemoryBoard, OnBoard
-from roundelay.wire.link import HEADER, MAGIC, Caller, Kind, LinkClosed, admit, connect, listen
 
 TOKEN = b"0123456789abcdef"
 VECTOR = torch.arange(6, dtype=torch.float32)
@@ -22,13 +31,15 @@ class Host:
     """An agent that listens, with the vector it publishes."""
 
     def __init__(self) -> None:
-        board = MemoryBoard([0])
+        board = LocalVectors([0])
         board.publish(0, VECTOR)
-        self.published = OnBoard(board.seen_by(0), 0)
+        self.published = SharedVector(board.seen_by(0), 0)
         listener = listen("127.0.0.1")
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
         self.lost: list[int] = []
-        self.agent = Agent(self.published, board.seen_by(0), 2, TOKEN, listener, lambda rank, why: self.lost.append(rank))
+        self.agent = GossipThread(
+            self.published, board.seen_by(0), 2, TOKEN, listener, lambda rank, why: self.lost.append(rank)
+        )
         self.agent.start()
 
     def knock(self, *words: bytes, hang_up: bool = True) -> socket.socket:
@@ -44,7 +55,7 @@ class Host:
 
     def answers(self) -> bool:
         """Whether somebody who knows the token can still read the vector and add to it."""
-        caller, out = Caller(self.address, 1, 0, TOKEN, 10.0), torch.empty_like(VECTOR)
+        caller, out = RemoteMemoryClient(self.address, 1, 0, TOKEN, 10.0), torch.empty_like(VECTOR)
         before = self.published.vector.clone()
         version = caller.get(bytes_of(out))
         added = caller.add(bytes_of(torch.ones_like(VECTOR)))
@@ -70,7 +81,7 @@ def turned_away(sock: socket.socket) -> bool:
 
 
 def hello(rank: int, token: bytes, length: int | None = None) -> bytes:
-    return HEADER.pack(MAGIC, Kind.HELLO, rank, len(token) if length is None else length) + token
+    return HEADER.pack(MAGIC, MessageType.HELLO, rank, len(token) if length is None else length) + token
 
 
 @pytest.mark.parametrize(
@@ -85,8 +96,8 @@ def hello(rank: int, token: bytes, length: int | None = None) -> bytes:
         [hello(1, TOKEN + b"!")],
         [hello(1, b"", length=1 << 60)],
         [hello(1, TOKEN[:4], length=16)],
-        [HEADER.pack(MAGIC, Kind.ADD, 0, 24) + bytes(24)],
-        [HEADER.pack(MAGIC, Kind.GET, 0, 0)],
+        [HEADER.pack(MAGIC, MessageType.ADD, 0, 24) + bytes(24)],
+        [HEADER.pack(MAGIC, MessageType.GET, 0, 0)],
         [HEADER.pack(MAGIC, 77, 0, 0)],
     ],
 )
@@ -101,12 +112,12 @@ def test_strangers_are_turned_away_and_the_agent_survives(words: list[bytes], ho
     "words",
     [
         b"not a message at all, but long enough for a header",
-        HEADER.pack(MAGIC, Kind.ADD, 0, 5) + bytes(5),
-        HEADER.pack(MAGIC, Kind.ADD, 0, 1 << 50),
-        HEADER.pack(MAGIC, Kind.GET, 0, -1),
+        HEADER.pack(MAGIC, MessageType.ADD, 0, 5) + bytes(5),
+        HEADER.pack(MAGIC, MessageType.ADD, 0, 1 << 50),
+        HEADER.pack(MAGIC, MessageType.GET, 0, -1),
         HEADER.pack(MAGIC, 99, 0, 0),
-        HEADER.pack(MAGIC, Kind.MEET, 0, 24) + bytes(24),
-        HEADER.pack(MAGIC, Kind.ANSWER, 0, 0),
+        HEADER.pack(MAGIC, MessageType.MEET, 0, 24) + bytes(24),
+        HEADER.pack(MAGIC, MessageType.ANSWER, 0, 0),
     ],
 )
 def test_a_caller_who_speaks_nonsense_after_the_greeting_changes_nothing(words: bytes, host: Host) -> None:
@@ -138,7 +149,7 @@ def test_a_partner_that_hangs_up_is_reported_lost(host: Host) -> None:
 
 
 def test_a_caller_whose_host_is_gone_says_who_does_not_answer(host: Host) -> None:
-    caller = Caller(host.address, 1, 0, TOKEN, 10.0)
+    caller = RemoteMemoryClient(host.address, 1, 0, TOKEN, 10.0)
     host.agent.close()
     with pytest.raises(PeerLost, match="rank 0 does not answer"):
         caller.get(bytes_of(torch.empty_like(VECTOR)))
@@ -150,6 +161,6 @@ def test_admission_returns_the_rank() -> None:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         for token, rank in ((TOKEN, 7), (TOKEN, -3)):
             with connect(address, rank, token, 5.0), listener.accept()[0] as sock:
-                assert admit(sock, TOKEN) == rank
-        with connect(address, 7, b"x" * 16, 5.0), listener.accept()[0] as sock, pytest.raises(LinkClosed, match="token"):
-            admit(sock, TOKEN)
+                assert accept_handshake(sock, TOKEN) == rank
+        with connect(address, 7, b"x" * 16, 5.0), listener.accept()[0] as sock, pytest.raises(ConnectionClosed, match="token"):
+            accept_handshake(sock, TOKEN)

@@ -13,7 +13,7 @@ from command import ROUNDELAY, TORCHRUN, Jobs, gone
 from crew import SIZE, Crew
 from mpi_jobs import one_sided, overlapping, waiting
 
-from roundelay.train.mpi_pool import mpirun
+from roundelay.testing.mpi_pool import mpirun
 
 pytest.importorskip("mpi4py")
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.namespaces import NetnsMachines
 from crew import PATIENCE_S, wake_up
 from mpi_jobs import where
 from two_machines import NAMES, two_machines
 
-from roundelay.bench.namespaces import Machines
 from roundelay.errors import UsageError
-from roundelay.strategy import STRATEGIES
-from roundelay.train.battery import check_strategy
-from roundelay.train.mpi_pool import MpiPool
+from roundelay.strategies import STRATEGIES
+from roundelay.testing.conformance import check_strategy
+from roundelay.testing.mpi_pool import MpiPool
 
 pytest.importorskip("mpi4py")
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A runner of jobs on four learners."""
     try:
-        with Machines(2, 1000):
+        with NetnsMachines(2, 1000):
             pass
     except UsageError as error:
         pytest.skip(f"no network namespaces here: {error.what}")

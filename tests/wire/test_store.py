@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.core.net import Store
+from roundelay.comm.gossip.transport import listen
+from roundelay.core.contracts import Store
 from roundelay.errors import PeerLost, UsageError
-from roundelay.wire.link import listen
-from roundelay.wire.store import JobStore, LocalStore, join, serve
+from roundelay.fleet.store import JobStore, LocalStore, connect_store, serve_store
 
 LISTENING = "0A"
 
@@ -34,9 +34,9 @@ def listening_addresses(port: int) -> set[str]:
 
 
 def test_the_store_listens_on_the_given_address_alone() -> None:
-    server = serve("127.0.0.1")
+    server = serve_store("127.0.0.1")
     assert listening_addresses(server.port) == {"127.0.0.1"}
-    other = serve("127.0.0.2")
+    other = serve_store("127.0.0.2")
     assert listening_addresses(other.port) == {"127.0.0.2"}
 
 
@@ -52,16 +52,16 @@ def test_the_look_at_the_kernel_would_see_an_open_port() -> None:
 
 def test_a_port_in_use_and_a_foreign_address_are_usage_errors() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot listen"):
-        serve("127.0.0.1", taken.getsockname()[1])
+        serve_store("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1"):  # an address reserved for documentation
-        serve("192.0.2.1")
+        serve_store("192.0.2.1")
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(PeerLost, match=rf"127\.0\.0\.1:{port} does not answer"):
-        join("127.0.0.1", port, 1.0)
+        connect_store("127.0.0.1", port, 1.0)
 
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
@@ -70,9 +70,9 @@ def stores(request: pytest.FixtureRequest):
     if request.param == "threads":
         yield LocalStore
         return
-    server = serve("127.0.0.1")
+    server = serve_store("127.0.0.1")
     numbers = iter(range(10**6))
-    client = join("127.0.0.1", server.port, 10.0)
+    client = connect_store("127.0.0.1", server.port, 10.0)
     yield lambda: JobStore(client, f"test/{next(numbers)}/")
 
 
@@ -126,8 +126,8 @@ def test_of_many_claimants_one_wins_and_no_addition_is_lost(stores) -> None:
 
 
 def test_jobs_on_one_server_do_not_see_each_other() -> None:
-    server = serve("127.0.0.1")
-    client = join("127.0.0.1", server.port, 10.0)
+    server = serve_store("127.0.0.1")
+    client = connect_store("127.0.0.1", server.port, 10.0)
     one, two = JobStore(client, "one/"), JobStore(client, "two/")
     one.set("key", "1")
     assert two.get("key") is None

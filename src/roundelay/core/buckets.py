@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from roundelay.core.flat import Flat, Slot
-from roundelay.core.net import Pending
+from roundelay.core.contracts import Work
+from roundelay.core.flat import Flat, ParamSlice
 
 FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 8 << 20
@@ -22,9 +22,9 @@ BUCKET_BYTES = 8 << 20
 class Buckets:
     """The flat gradient, cut for travelling."""
 
-    def __init__(self, flat: Flat, reduce_in_place: Callable[[Tensor], Pending]) -> None:
+    def __init__(self, flat: Flat, reduce_in_place: Callable[[Tensor], Work]) -> None:
         self._reduce = reduce_in_place
-        self._buckets: list[list[Slot]] = [[]]
+        self._buckets: list[list[ParamSlice]] = [[]]
         limit, filled = FIRST_BYTES, 0
         for slot in reversed(flat.slots):
             size = (slot.stop - slot.start) * flat.phi.element_size()
@@ -37,7 +37,7 @@ class Buckets:
         self._g: Tensor | None = None
         self._weight = 1.0
         self._missing: list[set[nn.Parameter]] = []
-        self._left: list[Pending] = []
+        self._left: list[Work] = []
         self._hooks = [
             slot.parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]  # torch
             for slot in flat.slots

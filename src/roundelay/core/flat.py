@@ -15,7 +15,7 @@ from roundelay.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamSlice:
     """Where one parameter lives in the vector."""
 
     name: str
@@ -42,14 +42,14 @@ class Flat:
             )
         self.dtype, self.device = kinds.pop()
         self.phi = torch.empty(sum(p.numel() for _, p in named), dtype=self.dtype, device=self.device)
-        self.slots: list[Slot] = []
+        self.slots: list[ParamSlice] = []
         start = 0
         for name, p in named:
             stop = start + p.numel()
             view = self.phi[start:stop].view_as(p)
             view.copy_(p.detach())
             p.data = view
-            self.slots.append(Slot(name, p, start, stop))
+            self.slots.append(ParamSlice(name, p, start, stop))
             start = stop
         # Batch-norm statistics and the like: never gossiped, averaged when the model is judged or saved.
         self.buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point()]

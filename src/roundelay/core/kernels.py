@@ -175,7 +175,7 @@ def mix(out: Tensor, vectors: list[Tensor], weights: list[float]) -> None:
         ordered_sum(out, torch.stack(vectors), torch.tensor(weights, dtype=out.dtype, device=out.device))
 
 
-def warm(dtype: torch.dtype) -> None:
+def compile_for(dtype: torch.dtype) -> None:
     """Compile (or load) every kernel for this type now, so that the first exchange does not pay for it."""
     a, b, c, d = (torch.zeros(4, dtype=dtype) for _ in range(4))
     pair_average(a, b)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from roundelay.report.axes import number
-from roundelay.report.figures import place, svg
-from roundelay.report.parts import card, table
-from roundelay.report.reading import Run
+from roundelay.report.html import card, table
+from roundelay.report.run_reader import RunView
+from roundelay.report.svg_axes import number
+from roundelay.report.svg_charts import place, svg
 
 SIDE = 300
 LOOK = (
@@ -126,9 +126,9 @@ def square(x: float, y: float, side: float, weight: float, largest: float, title
     return f'{behind}<rect class="heat" {where} fill-opacity="{strength:.3f}"><title>{escape(title)}</title></rect>'
 
 
-def section(runs: Sequence[Run]) -> str:
+def section(runs: Sequence[RunView]) -> str:
     """A ring and a matrix for every way of averaging that occurs."""
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[RunView]] = {}
     for run in runs:
         about = run.start.get("mixing")
         if isinstance(about, Mapping) and about.get("kind") != "none":

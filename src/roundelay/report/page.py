@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from roundelay.errors import UsageError
-from roundelay.report import curves, made, mixing, timing, words
-from roundelay.report.axes import duration, number
-from roundelay.report.parts import card, flattened, table
-from roundelay.report.reading import Run, Words, read_run
+from roundelay.report import learning, mixing, provenance, time_split, wer
+from roundelay.report.html import card, flattened, table
+from roundelay.report.run_reader import RunView, WerResult, read_run
+from roundelay.report.svg_axes import duration, number
 
 NOT_A_DIFFERENCE = {
     "run", "resume", "progress", "host", "port", "tensorboard", "keep", "log_every_s", "timeout_s", "task_options.seed",
@@ -22,7 +22,7 @@ NOT_A_DIFFERENCE = {
 """Settings that say nothing about what is compared."""
 
 
-def write_report(runs: Sequence[str | Path], out: str | Path, extra: Mapping[Path, Words] | None = None) -> Path:
+def write_report(runs: Sequence[str | Path], out: str | Path, extra: Mapping[Path, WerResult] | None = None) -> Path:
     """Writes one page about these run directories; returns its path.
 
     `extra`: what is known about the words that were heard beyond result.json, by run directory."""
@@ -58,17 +58,17 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunView]) -> str:
     """The whole text."""
     title = f"{runs[0].name}: {runs[0].strategy}" if len(runs) == 1 else f"{len(runs)} runs compared"
     style = resources.files("roundelay.report").joinpath("page.css").read_text(encoding="utf-8")
     bodies = [
-        ("words", "Words", words.section(runs)),
-        ("learning", "Learning", curves.learning(runs)),
-        ("time", "Time", timing.time_split(runs)),
-        ("asynchrony", "Asynchrony", timing.asynchrony(runs)),
+        ("words", "Words", wer.section(runs)),
+        ("learning", "Learning", learning.learning(runs)),
+        ("time", "Time", time_split.time_split(runs)),
+        ("asynchrony", "Asynchrony", time_split.asynchrony(runs)),
         ("mixing", "Mixing", mixing.section(runs) or unknown_mixing(runs)),
-        ("made", "How it was made", "".join(made.details(run) for run in runs)),
+        ("made", "How it was made", "".join(provenance.details(run) for run in runs)),
     ]
     shown = [(at, name, body) for at, name, body in bodies if body]
     menu = "".join(f'<a href="#{at}">{name}</a>' for at, name, _ in shown)
@@ -85,11 +85,11 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def summary(runs: Sequence[Run]) -> str:
+def summary(runs: Sequence[RunView]) -> str:
     return tiles(runs[0]) if len(runs) == 1 else comparison(runs)
 
 
-def tiles(run: Run) -> str:
+def tiles(run: RunView) -> str:
     """The figures of one run at a glance."""
     learners = f"{run.learners} learner{'s' * (run.learners != 1)}"
     known = [
@@ -116,7 +116,7 @@ def tiles(run: Run) -> str:
     return f'{state}<div class="tiles" data-figure="summary">{shown}</div>'
 
 
-def comparison(runs: Sequence[Run]) -> str:
+def comparison(runs: Sequence[RunView]) -> str:
     """All runs in one table, with the settings in which they differ."""
     differing = differences(runs)
     names = [n for n in ("logprob", "loss", "accuracy") if any(n in r.final for r in runs)]
@@ -141,7 +141,7 @@ def comparison(runs: Sequence[Run]) -> str:
     return card(table(head, rows, 2, stacks=True), look, figure="summary")
 
 
-def differences(runs: Sequence[Run], most: int = 6) -> list[str]:
+def differences(runs: Sequence[RunView], most: int = 6) -> list[str]:
     """Settings that are not the same in all runs, the strategy and the number of learners aside."""
     flat = [flattened(run.settings) for run in runs if run.settings]
     keys = dict.fromkeys(k for settings in flat for k in settings)
@@ -154,7 +154,7 @@ def differences(runs: Sequence[Run], most: int = 6) -> list[str]:
     return found[:most]
 
 
-def unknown_mixing(runs: Sequence[Run]) -> str:
+def unknown_mixing(runs: Sequence[RunView]) -> str:
     """Why there is no picture of the ring."""
     if all(run.learners < 2 for run in runs):
         return ""

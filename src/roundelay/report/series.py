@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from roundelay.report.reading import Event, Run
+from roundelay.report.run_reader import Event, RunView
 
 Points = list[tuple[float, float]]
 BINS = 120
@@ -16,7 +16,7 @@ KINDS = ("compute", "data", "update", "comm", "save", "judge")
 TAIL = ((8, 15), (16, 31), (32, 63), (64, 127))
 
 
-def train_loss(run: Run, against: str) -> Points:
+def train_loss(run: RunView, against: str) -> Points:
     """Mean training loss, weighted by steps. Against `position` or `at`."""
     return mean_in_bins(
         ((e[against], e["loss"], e.get("steps") or 1) for e in steps(run) if finite(e.get("loss")) and finite(e.get(against))),
@@ -24,12 +24,12 @@ def train_loss(run: Run, against: str) -> Points:
     )
 
 
-def learning_rate(run: Run, against: str) -> Points:
+def learning_rate(run: RunView, against: str) -> Points:
     found = ((e[against], e["rate"], 1.0) for e in steps(run) if finite(e.get("rate")) and finite(e.get(against)))
     return mean_in_bins(found, len(run.steps))
 
 
-def pair_distance(run: Run, against: str) -> Points:
+def pair_distance(run: RunView, against: str) -> Points:
     """|w_i - w_j| / |w_i| that meetings found, weighted by meetings."""
     return mean_in_bins(
         (
@@ -41,7 +41,7 @@ def pair_distance(run: Run, against: str) -> Points:
     )
 
 
-def spread(run: Run, against: str) -> Points:
+def spread(run: RunView, against: str) -> Points:
     """sqrt(mean |w_l - mean|^2) / |mean| of the checkpoints."""
     found = {e["position"]: (e[against], e["spread"]) for e in run.checkpoints if finite(e.get("spread")) and "position" in e}
     found |= {
@@ -52,7 +52,7 @@ def spread(run: Run, against: str) -> Points:
     return sorted(found.values())
 
 
-def held_out(figure: str, run: Run, against: str) -> Points:
+def held_out(figure: str, run: RunView, against: str) -> Points:
     """One of the held-out figures of the average model. Of the final model only where no checkpoint has its place."""
     found = {}
     for e in run.evaluations:
@@ -61,7 +61,7 @@ def held_out(figure: str, run: Run, against: str) -> Points:
     return sorted(found.values())
 
 
-def throughput(run: Run) -> Points:
+def throughput(run: RunView) -> Points:
     """Samples per second of all learners together, over the seconds."""
     if not run.seconds:
         return []
@@ -75,7 +75,7 @@ def throughput(run: Run) -> Points:
     return [(begin + (b + 0.5) * width, s / width) for b, s in enumerate(sums)]
 
 
-def staleness(run: Run) -> list[tuple[str, float]]:
+def staleness(run: RunView) -> list[tuple[str, float]]:
     """Share of the gradients by staleness, large ones together; percent."""
     counts: Counter[int] = Counter()
     for e in steps(run):
@@ -91,7 +91,7 @@ def staleness(run: Run) -> list[tuple[str, float]]:
     return [(label, 100 * count / total) for label, count in rows]
 
 
-def mean_staleness(run: Run) -> float | None:
+def mean_staleness(run: RunView) -> float | None:
     pairs = [(int(k), int(v)) for e in steps(run) for k, v in (e.get("staleness") or {}).items()]
     total = sum(v for _, v in pairs)
     return sum(k * v for k, v in pairs) / total if total else None
@@ -107,7 +107,7 @@ class Strip:
     elapsed: float
 
 
-def strips(run: Run, bins: int) -> list[Strip]:
+def strips(run: RunView, bins: int) -> list[Strip]:
     """The time of every learner, cut into equal bins of the whole run."""
     if not run.seconds:
         return []
@@ -161,7 +161,7 @@ def mean_in_bins(found: Iterable[tuple[float, float, float]], together: int) -> 
     return [(x / w, y / w) for x, y, w in sums.values() if w > 0]
 
 
-def steps(run: Run) -> Sequence[Event]:
+def steps(run: RunView) -> Sequence[Event]:
     return [e for events in run.steps.values() for e in events]
 
 

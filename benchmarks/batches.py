@@ -1,0 +1,245 @@
+"""roundelay bench batches: how large a batch does each strategy bear? With learning, in virtual time, on a fixed grid.
+
+16 learners, a one-layer bidirectional LSTM, 4, 12 and 48 samples per learner, about 400,000 samples per run, the rate
+scaled linearly with the batch times 1/2, 1 and 2, no warm-up; three seeds at each contestant's best rate. Controls:
+warm-up at the largest batch, `single` at the small batch, and synchronous SGD whose gradients are taken at weights with
+Gaussian noise as large as the spread of the randomized ring. Held-out loss, spread and effective rate are logged.
+Hours: a run that was stopped goes on where it stood (--keep FILE).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from benchmarks.sim_probe import ResultCache, learn, markdown, one_thread, say
+from benchmarks.stragglers import CLUSTER
+from roundelay.core.interrupts import block_sigint
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig
+from roundelay.errors import RoundelayError
+from roundelay.simulate.cluster import MachineGroup
+from roundelay.strategies.base import Traits
+from roundelay.strategies.worker import Worker
+from roundelay.testing.tasks import SyntheticFrames
+
+SIZE = 16
+BATCHES = (4, 12, 48)
+FACTORS = (0.5, 1.0, 2.0)
+SEEDS = 3
+TASK = SyntheticFrames(samples=40_960, held_out=512, hidden=32, frames=8)
+EPOCHS = 10.0
+RATE = 0.5
+"""For the small batch, 64 samples in all; scaled linearly from there. The best of 1/8, 1/4, 1/2 and 1 for `single`."""
+CONTESTANTS = {
+    "sync": ("sync", "ring"),
+    "adpsgd, ring": ("adpsgd", "ring"),
+    "adpsgd, random_ring": ("adpsgd", "random_ring"),
+    "delay_by_one": ("delay_by_one", "ring"),
+}
+NOISY = "sync + noise"
+LOOKS = 8
+
+
+@dataclass
+class NoisySync:
+    """Synchronous SGD whose gradients are taken at w + noise: does any noise do what the spread between learners does?
+
+    w <- w - D(mean_j g_j(w + n_j)),     |n_j| = size * |w|
+    """
+
+    size: float = 0.0
+    equation: ClassVar[str] = "w <- w - D(mean_j g_j(w + n_j))"
+    reference: ClassVar[str] = "the control in Zhang et al. 2021"
+    advice: ClassVar[str] = "A control."
+    weakness: ClassVar[str] = "As sync."
+    saved: ClassVar[tuple[str, ...]] = ()
+    traits: ClassVar[Traits] = Traits(
+        claims="turn", deterministic=True, conserves_mean=True, contracts=False, survives_death=False, state_rule="shared",
+        published=False, weighs="mean",
+    )  # fmt: skip
+
+    def start(self, me: Worker) -> None:
+        """Nothing to prepare."""
+
+    def step(self, me: Worker) -> None:
+        w = me.w.clone()
+        dice = torch.Generator().manual_seed(1_000_003 * me.rank + me.k)
+        noise = torch.randn(w.numel(), generator=dice, dtype=w.dtype)
+        me.place(w + noise * (self.size * w.norm() / math.sqrt(w.numel())))
+        d = me.delta(me.mean_grad())
+        me.place(w - d)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    contestant: str
+    batch: int
+    factor: float
+    seed: int = 0
+    warmup: float = 0.0
+    noise: float = 0.0
+    epochs: float = EPOCHS
+    samples: int = field(default=TASK.samples)
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    """Trains one cell; a run that diverges has an infinite loss."""
+    one_thread()
+    strategy, ring = CONTESTANTS.get(cell.contestant, ("single", "ring"))
+    settings: dict[str, Any] = {}
+    if cell.contestant == NOISY:
+        strategy, settings = "benchmarks.batches:NoisySync", {"size": cell.noise}
+    size = 1 if strategy == "single" else SIZE
+    batch = cell.batch * SIZE if size == 1 else cell.batch
+    options = EngineConfig(
+        strategy=strategy, strategy_options=settings, topology=ring, seed=cell.seed, schedule="cosine",
+        warmup_epochs=cell.warmup, log_every_s=1e9,
+    )  # fmt: skip
+    rate = RATE * cell.factor * cell.batch / BATCHES[0]
+    plan = RunConfig(epochs=cell.epochs, batch=batch, lr=rate, momentum=0.9)
+    task = replace(TASK, seed=cell.seed, samples=cell.samples)
+    cluster = replace(CLUSTER, machines=(MachineGroup(size, 1),))
+    made = learn(cluster, task, options, plan, looks=LOOKS, seed=cell.seed, effective=size > 1)
+    looks = [asdict(look) for look in made.looks]
+    return {
+        "loss": made.loss if math.isfinite(made.loss) else None,
+        "rate": rate,
+        "spread": statistics.fmean(look["spread"] for look in looks) if looks else None,
+        "looks": looks,
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    p = argparse.ArgumentParser(
+        prog="roundelay bench batches",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: roundelay bench batches --keep batches.jsonl --jobs 2",
+    )
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.add_argument("--quick", action="store_true", help="a hundredth of the samples, two batches, one seed: shows that it runs")
+    p.add_argument("--keep", metavar="FILE", help="results are kept here line by line; what is there is not run again")
+    p.add_argument("--jobs", type=int, default=1, help="processes")
+    args = p.parse_args(argv)
+    grid = Grid(ResultCache(Path(args.keep) if args.keep else None), args.jobs, args.quick)
+    found = grid.table()
+    print(json.dumps(found) if args.json else show(found))
+    return 0
+
+
+class Grid:
+    """The grid, run in an order that each stage can build on."""
+
+    def __init__(self, kept: ResultCache, jobs: int, quick: bool) -> None:
+        self.kept, self.jobs, self.quick = kept, jobs, quick
+        self.batches = BATCHES[:2] if quick else BATCHES
+        self.factors = (1.0,) if quick else FACTORS
+        self.seeds = 1 if quick else SEEDS
+
+    def cell(self, contestant: str, batch: int, factor: float, **more: Any) -> Cell:
+        made = Cell(contestant, batch, factor, **more)
+        return replace(made, epochs=1.0, samples=TASK.samples // 20) if self.quick else made
+
+    def run_all(self, cells: Sequence[Cell]) -> None:
+        wanted = [cell for cell in dict.fromkeys(cells) if cell.key not in self.kept.rows]
+        if self.jobs == 1:
+            for cell in wanted:
+                self._take(cell, run(cell))
+            return
+        with ProcessPoolExecutor(self.jobs, get_context("spawn")) as pool:
+            try:
+                with block_sigint():
+                    results = pool.map(run, wanted)
+                for cell, result in zip(wanted, results, strict=True):
+                    self._take(cell, result)
+            except BrokenProcessPool:
+                do = "it may have run out of memory: use fewer jobs; with --keep the same command goes on"
+                raise RoundelayError("a working process died", where=f"one of {self.jobs} jobs", do=do) from None
+            except KeyboardInterrupt:
+                for child in active_children():
+                    child.kill()  # a cell takes minutes
+                raise
+
+    def _take(self, cell: Cell, result: dict[str, Any]) -> None:
+        self.kept.get(cell.key, lambda: result)
+        loss = "diverged" if result["loss"] is None else f"{result['loss']:.4f}"
+        say(f"{cell.contestant:<20} batch {cell.batch:>3}  rate x {cell.factor:g}  seed {cell.seed}  {loss}")
+
+    def loss(self, cell: Cell) -> float:
+        found = self.kept.rows[cell.key]["loss"]
+        return math.inf if found is None else float(found)
+
+    def best(self, name: str, batch: int, **more: Any) -> float:
+        """The best factor, by the first seed."""
+        return min(self.factors, key=lambda factor: self.loss(self.cell(name, batch, factor, **more)))
+
+    def table(self) -> dict[str, Any]:
+        names = list(CONTESTANTS)
+        self.run_all([self.cell(n, b, f) for b in reversed(self.batches) for n in names for f in self.factors])
+        self.run_all([self.cell("single", self.batches[0], f) for f in self.factors])
+        largest = self.batches[-1]
+        noise = {b: self.kept.rows[self.cell("adpsgd, random_ring", b, 1.0).key]["spread"] or 0.0 for b in self.batches}
+        self.run_all([self.cell(NOISY, b, f, noise=noise[b]) for b in self.batches for f in self.factors])
+        warm = 0.1 * EPOCHS
+        self.run_all([self.cell(n, largest, f, warmup=warm) for n in names for f in self.factors])
+        again = [self.cell(n, b, self.best(n, b), seed=s) for n in names for b in self.batches for s in range(1, self.seeds)]
+        self.run_all(again)
+        rows = [self.row(n, b) for b in self.batches for n in names]
+        rows += [self.row(NOISY, b, seeds=1, noise=noise[b]) for b in self.batches]
+        rows += [{**self.row(n, largest, seeds=1, warmup=warm), "contestant": f"{n}, warm-up"} for n in names]
+        rows.append(self.row("single", self.batches[0], seeds=1))
+        about = {"learners": SIZE, "samples_per_run": int(EPOCHS * TASK.samples), "factors": self.factors, "quick": self.quick}
+        return {"results": rows, **about}
+
+    def row(self, name: str, batch: int, seeds: int | None = None, **more: Any) -> dict[str, Any]:
+        best = self.best(name, batch, **more)
+        cells = [self.cell(name, batch, best, seed=s, **more) for s in range(seeds or self.seeds)]
+        losses = [self.loss(cell) for cell in cells]
+        looks = self.kept.rows[cells[0].key]["looks"]
+        ratios = [look["effective"] for look in looks if look["effective"] is not None]
+        return {
+            "contestant": name,
+            "batch": batch,
+            "best_factor": best,
+            "loss": finite(statistics.median(losses)),
+            "range": [finite(min(losses)), finite(max(losses))],
+            "by_factor": {str(f): finite(self.loss(self.cell(name, batch, f, **more))) for f in self.factors},
+            "spread": self.kept.rows[cells[0].key]["spread"],
+            "effective_rate_first_and_last": [ratios[0], ratios[-1]] if ratios else None,
+        }
+
+
+def finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def show(found: dict[str, Any]) -> str:
+    rows = [
+        [
+            r["contestant"], r["batch"], r["best_factor"], r["loss"],
+            *(r["by_factor"][str(f)] for f in found["factors"]), r["spread"],
+            None if r["effective_rate_first_and_last"] is None
+            else " -> ".join(f"{x:.3f}" for x in r["effective_rate_first_and_last"]),
+        ]
+        for r in found["results"]
+    ]  # fmt: skip
+    head = ["", "batch per learner", "best factor", "held-out loss", *(f"rate x {f:g}" for f in found["factors"])]
+    return markdown([*head, "spread", "effective rate, first -> last"], rows) + "\n\n('-': diverged)"

@@ -1,0 +1,231 @@
+"""roundelay bench overhead: what one meeting and one mean cost, beside what physics asks for.
+
+copy        one plain memory copy of the model's bytes: the least that any meeting can cost
+send_recv   a bare gloo send and receive of the model's bytes, both ways at once: the least that a wire between machines costs
+meet        one meeting of two learners, from the gradient that makes it due to both having the average
+mean        one global mean
+buffers     model-sized buffers a learner holds beyond weights, gradients and optimizer state, per strategy (measured)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.namespaces import NetnsMachines, check
+from benchmarks.netns_cluster import NetnsCluster
+from roundelay.comm.mpi_backend import MpiCommunicator
+from roundelay.comm.torch_backend import TorchCommunicator, gloo
+from roundelay.core import kernels
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.learner import Learner
+from roundelay.launch.context import DistributedContext
+from roundelay.strategies import STRATEGIES
+from roundelay.strategies.worker import StepInfo
+from roundelay.testing.mpi_pool import MpiPool
+from roundelay.testing.pools import ProcessPool
+from roundelay.topology.resolver import SeededMatching
+
+SIZES = {"1M": 1_000_000, "10M": 10_000_000, "43M": 43_154_944}
+BURST = 8
+"""Meetings timed together, so that the clock's and the scheduler's grain does not count."""
+
+
+def main(argv: Sequence[str]) -> int:
+    p = argparse.ArgumentParser(
+        prog="roundelay bench overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples: roundelay bench overhead --sizes 1M --json;  sudo roundelay bench overhead --link 1000 --sizes 10M",
+    )
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.add_argument("--sizes", default=",".join(SIZES))
+    p.add_argument("--repeats", type=int, default=7)
+    p.add_argument("--no-buffers", action="store_true", help="leave out the count of buffers")
+    p.add_argument("--link", type=int, default=0, metavar="MBIT", help="only this: two machines on a cable of so many Mbit/s")
+    args = p.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results: list[dict[str, Any]] = []
+    if args.link:
+        results = between_machines(args.link, [SIZES[size] for size in args.sizes.split(",")], args.repeats)
+        print(json.dumps({"results": results}) if args.json else table({"results": results}))
+        return 0
+    for wire in ("shm", "torchdist", "mpi"):
+        if wire == "mpi" and find_spec("mpi4py") is None:
+            print("mpi: left out, mpi4py is not installed", file=sys.stderr, flush=True)
+            continue
+        with MpiPool(2) if wire == "mpi" else ProcessPool(2, wire) as pool:
+            for size in args.sizes.split(","):
+                found = pool.run(costs, SIZES[size], args.repeats, size=2, timeout_s=600)[0]
+                results.append({"wire": wire, "parameters": SIZES[size], **found})
+                print(describe(results[-1]), file=sys.stderr, flush=True)
+    report: dict[str, Any] = {"results": results}
+    if not args.no_buffers:
+        report["buffers"] = count_buffers()
+        print(f"buffers beyond weights, gradients, optimizer: {report['buffers']}", file=sys.stderr, flush=True)
+    print(json.dumps(report) if args.json else table(report))
+    return 0
+
+
+def between_machines(mbit: int, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """The same between two network namespaces on a cable."""
+    check()
+    results = []
+    with (
+        NetnsMachines(2, mbit) as machines,
+        NetnsCluster(machines, [1, 1], "roundelay.testing.tasks:SyntheticFrames", {}) as crew,
+    ):
+        for parameters in sizes:
+            found = crew.all("costs", 600.0, parameters=parameters, repeats=repeats)[0]
+            results.append({"wire": f"torchdist, {mbit} Mbit/s", "parameters": parameters, **found})
+            print(describe(results[-1]), file=sys.stderr, flush=True)
+    return results
+
+
+def timed(what: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    what()
+    return time.perf_counter() - began
+
+
+def costs(place: DistributedContext, parameters: int, repeats: int) -> dict[str, Any]:
+    """Seconds of each operation, interleaved; as rank 0 sees them."""
+    net: Any = place.net
+    assert isinstance(net, TorchCommunicator | MpiCommunicator)
+    x, y = torch.randn(parameters), torch.zeros(parameters)
+    published = net.publish(x)
+    meetings = net.gossip(published, SeededMatching("ring", 2, 0), 1.0)
+    bare: Any = gloo(net.store, "bare", place.rank, 2, getattr(net, "host", "127.0.0.1"), 120.0)
+    small = torch.zeros(1)
+    seen: dict[str, list[float]] = {"copy_s": [], "send_recv_s": [], "meet_s": [], "mean_s": []}
+    met = 0
+
+    def send_and_receive() -> None:
+        receiving, sending = bare.recv([y], 1 - place.rank, 0), bare.send([x], 1 - place.rank, 0)
+        sending.wait()
+        receiving.wait()
+
+    def meet() -> None:
+        nonlocal met
+        goal = met + BURST
+        if place.rank == 0:
+            for _ in range(BURST):
+                meetings.credit()
+        while meetings.agent._met < goal:
+            time.sleep(0.0005)
+        met = goal
+
+    while meetings.agent._met < 1:  # the opening meeting
+        time.sleep(0.001)
+    met = 1
+    for number in range(repeats + 1):
+        for name, what, count in (
+            ("copy_s", lambda: y.copy_(x), 1),
+            ("send_recv_s", send_and_receive, 1),
+            ("meet_s", meet, BURST),
+            ("mean_s", lambda: net.start_mean(x).wait(), 1),
+        ):
+            net.start_mean(small).wait()
+            took = timed(what) / count if name != "copy_s" or place.rank == 0 else 0.0
+            net.start_mean(small).wait()
+            if number:
+                seen[name].append(took)
+    meetings.finish()
+    found: dict[str, Any] = {name: round(statistics.median(values), 6) for name, values in seen.items()}
+    found |= {name.replace("_s", "_range_s"): [round(min(v), 6), round(max(v), 6)] for name, v in seen.items()}
+    if place.rank == 0:
+        found["meet_over_copy"] = round(
+            statistics.median(m / c for m, c in zip(seen["meet_s"], seen["copy_s"], strict=True)), 3
+        )
+    found["meet_over_send_recv"] = round(
+        statistics.median(m / s for m, s in zip(seen["meet_s"], seen["send_recv_s"], strict=True)), 3
+    )
+    return found
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+BIG = 10_000_000
+
+
+def count_buffers() -> dict[str, float]:
+    """Peak memory of a learner under each strategy against plain training, in models of 40 MB."""
+    peaks = {}
+    for name in ["", *(n for n in STRATEGIES if n != "single")]:
+        with ProcessPool(2, "torchdist") as pool:  # fresh processes: the allocator keeps what earlier runs have used
+            peaks[name] = max(pool.run(peak_memory, name, size=2, timeout_s=120))
+    return {name: round((peak - peaks[""]) / (4 * BIG), 2) for name, peak in peaks.items() if name}
+
+
+def peak_memory(place: DistributedContext, strategy: str) -> float:
+    """The highest resident memory, in bytes, of a few steps of a model of 10 million parameters."""
+    module = torch.nn.Linear(10_000, 1_000, bias=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    x = torch.randn(2, 10_000)
+    kernels.compile_for(torch.float32)  # the compiler's own memory is not a buffer
+    Path("/proc/self/clear_refs").write_text("5")  # forget earlier peaks
+
+    def compute() -> float:
+        loss = module(x).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    if not strategy:
+        for _ in range(12):
+            optimizer.zero_grad(set_to_none=True)
+            compute()
+            optimizer.step()
+    else:
+        learner = Learner(place, module, optimizer, EngineConfig(strategy=strategy, strategy_options={}))
+        learner.start()
+        for k in range(12):
+            learner.advance(StepInfo(2, 2 * len(learner.machine), 4, 4 * k, 1 << 40), compute)
+        peak = high_water()
+        learner.finish()
+        learner.close()
+        return peak
+    return high_water()
+
+
+def high_water() -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return float(line.split()[1]) * 1024
+    return 0.0
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def describe(r: dict[str, Any]) -> str:
+    times = "  ".join(f"{name} {1000 * r[f'{name}_s']:.2f} ms" for name in ("copy", "send_recv", "meet", "mean"))
+    ratios = f"meet/copy {r['meet_over_copy']}  meet/send_recv {r['meet_over_send_recv']}"
+    return f"{r['wire']:<10} {r['parameters']:>11,} parameters  {times}  {ratios}"
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = [
+        "| wire | parameters | copy ms | gloo send+recv ms | meet ms | mean ms | meet ÷ copy | meet ÷ send+recv |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in report["results"]:
+        ms = " | ".join(f"{1000 * r[f'{name}_s']:.2f}" for name in ("copy", "send_recv", "meet", "mean"))
+        lines.append(f"| {r['wire']} | {r['parameters']:,} | {ms} | {r['meet_over_copy']} | {r['meet_over_send_recv']} |")
+    if "buffers" in report:
+        lines += [
+            "",
+            "| strategy | model-sized buffers |",
+            "|---|---|",
+            *(f"| {k} | {v} |" for k, v in report["buffers"].items()),
+        ]
+    return "\n".join(lines)

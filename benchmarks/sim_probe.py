@@ -1,0 +1,165 @@
+"""Learning in virtual time, watched from above: all learners are in one process, so their mean can be judged at any moment.
+
+Looking costs no virtual time: it is the observer's computer that judges, not the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundelay.core.flat import Flat
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.learner import Learner, innermost
+from roundelay.engine.trainer import RunConfig
+from roundelay.errors import DataError
+from roundelay.simulate.cluster import Cluster
+from roundelay.simulate.run import SimulationResult, simulate_task
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was seen at one moment."""
+
+    time_s: float
+    samples: int
+    loss: float
+    spread: float
+    """Root of the mean squared distance of a learner from the mean, over the norm of the mean."""
+    effective: float | None = None
+    """<g_a, g> / |g|^2: g the gradient at the mean, g_a the mean of the learners' own; the rate acts as if multiplied by it."""
+
+
+class Watch:
+    """Looks at the mean of all learners every so many global samples, with a function of its own. Where learners take turns, it
+    waits for the last of a round: half a round of synchronous SGD would look like a spread."""
+
+    def __init__(self, every: int, see: Callable[[float, int, Tensor, float], None]) -> None:
+        self.every, self._see, self._next = every, see, every
+        self.learners: dict[int, Learner] = {}
+
+    def __call__(self, learner: Learner) -> None:
+        self.learners[learner.rank] = learner
+        turns = learner.strategy.traits.claims == "turn"
+        reached = min(one.position for one in self.learners.values()) if turns else learner.position
+        if reached >= self._next:
+            self._next = (learner.position // self.every + 1) * self.every
+            self._see(learner.place.host.clock(), learner.position, *self.mean())
+
+    def mean(self) -> tuple[Tensor, float]:
+        """The mean model, and how far learners are from it in proportion."""
+        rows = torch.stack([one.worker.w for one in self.learners.values() if one.worker.leads])
+        mean = rows.mean(0)
+        return mean, float((rows - mean).norm(dim=1).square().mean().sqrt() / (mean.norm() + 1e-12))
+
+
+@dataclass
+class Learned:
+    """A run and what was seen on the way."""
+
+    outcome: SimulationResult | None
+    """None: it diverged."""
+    looks: list[Probe]
+    averages: int
+    loss: float
+
+    @property
+    def diverged(self) -> bool:
+        return self.outcome is None
+
+
+def learn(
+    cluster: Cluster, task: Any, options: EngineConfig, plan: RunConfig, looks: int = 12, seed: int = 0, effective: bool = False
+) -> Learned:
+    """Trains a task in virtual time and judges the mean model on the way and at the end."""
+    seen: list[Probe] = []
+    judge = Flat(task.build())
+
+    def see(time_s: float, samples: int, mean: Tensor, spread: float) -> None:
+        judge.phi.copy_(mean)
+        with torch.no_grad():
+            total, count = task.evaluate(judge.module.eval(), 0, 1)["loss"]
+        ratio = effective_rate(task, judge, mean, [one.worker.w for one in watch.learners.values()]) if effective else None
+        seen.append(Probe(time_s, samples, total / count, spread, ratio))
+
+    watch = Watch(max(1, round(plan.epochs * task.samples / looks)), see)
+    plan = replace(plan, on_step=watch, evaluate=True, progress="none", save_every_epochs=1e9)
+    try:
+        outcome = simulate_task(cluster, task, options, plan, seed=seed)
+    except DataError:  # the loss is not a number any more: that is a result
+        return Learned(None, seen, 0, float("inf"))
+    strategy: Any = innermost(next(iter(watch.learners.values())).strategy)
+    assert outcome.figures is not None
+    return Learned(outcome, seen, averages_of(strategy, outcome), outcome.figures["loss"])
+
+
+def effective_rate(task: Any, judge: Flat, mean: Tensor, each: Sequence[Tensor]) -> float:
+    """How much of the rate is left by the learners' disagreement (Zhang et al. 2021), on one batch for all."""
+    batch = task.batch(0, 0, min(64, task.samples))
+
+    def gradient(w: Tensor) -> Tensor:
+        judge.phi.copy_(w)
+        judge.clear_gradients()
+        task.loss(judge.module.train(), batch).backward()
+        return judge.gather(torch.empty_like(judge.phi))
+
+    g = gradient(mean)
+    together = torch.stack([gradient(w) for w in each]).mean(0)
+    return float(together @ g) / max(float(g @ g), 1e-30)
+
+
+def averages_of(strategy: Any, outcome: SimulationResult) -> int:
+    """How often the learners met, or averaged, in the run: what communication was spent on."""
+    steps = outcome.steps // max(outcome.learners, 1)
+    if hasattr(strategy, "adaptive") and strategy.adaptive:
+        return int(strategy.averages)
+    if hasattr(strategy, "K"):
+        return steps // int(strategy.K)
+    return steps
+
+
+class ResultCache:
+    """Results of a long table in a file, line by line: what is there is not run again."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.rows: dict[str, Any] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                self.rows[row["key"]] = row["value"]
+
+    def get(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self.rows:
+            self.rows[key] = make()
+            if self._path is not None:
+                with open(self._path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"key": key, "value": self.rows[key]}) + "\n")
+        return self.rows[key]
+
+
+def say(text: str) -> None:
+    """Progress, beside the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def one_thread() -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table for people."""
+
+    def cell(x: Any) -> str:
+        return "-" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x)
+
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(map(cell, row)) + " |" for row in rows])

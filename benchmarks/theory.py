@@ -1,0 +1,285 @@
+"""roundelay bench theory: what the theorems promise beside what the engine does, in virtual time.
+
+Gradient norm.  The theorems of D-PSGD and AD-PSGD bound the mean over K rounds of |grad f(mean of the learners)|^2 by a
+constant over sqrt(K L), at a rate proportional to sqrt(L / K), once K is large beside what the topology needs. So the
+table runs that very rate on a small problem that is not convex, and fits the exponents of K and of L; the theorem's are
+-1/2 and -1/2.
+
+Contraction.  With a rate of zero the learners only average: the factor per round by which their squared spread falls,
+beside that of the matrices (topology.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.sim_probe import Watch, markdown, one_thread, say
+from roundelay import topology
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.learner import Learner
+from roundelay.engine.trainer import RunConfig
+from roundelay.errors import UsageError, did_you_mean
+from roundelay.simulate.cluster import Cluster, MachineGroup, SpeedModel
+from roundelay.simulate.run import simulate_task
+from roundelay.simulate.simulated_cluster import PLAIN
+
+BATCH = 1
+RATE = 4.0
+"""c in the rate c sqrt(L / K)."""
+ROUNDS = (128, 256, 512)
+LEARNERS = (1, 2, 4, 8)
+SEEDS = 2
+DRAWS = 40
+"""Seeds over which what is drawn is averaged."""
+CONTESTANTS: dict[str, tuple[str, str]] = {
+    "sync": ("sync", "ring"),
+    "delay_by_one": ("delay_by_one", "ring"),
+    "dpsgd, ring": ("dpsgd", "ring"),
+    "adpsgd, ring": ("adpsgd", "ring"),
+    "adpsgd, random_ring": ("adpsgd", "random_ring"),
+}
+
+
+@dataclass(frozen=True)
+class Bumpy:
+    """Regression with a loss that is not convex: r^2 / (1 + r^2), where r is a linear model's error on noisy targets."""
+
+    samples: int
+    features: int = 10
+    points: int = 1000
+    noise: float = 0.5
+    seed: int = 0
+
+    def _data(self) -> tuple[Tensor, Tensor]:
+        chance = np.random.default_rng(5)
+        x = chance.standard_normal((self.points, self.features)) / math.sqrt(self.features)
+        y = x @ chance.standard_normal(self.features) + self.noise * chance.standard_normal(self.points)
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    def build(self) -> nn.Module:
+        made = nn.Linear(self.features, 1, bias=False).double()
+        nn.init.zeros_(made.weight)
+        return made
+
+    def batch(self, epoch: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Drawn with replacement, as the theorems have it."""
+        x, y = kept(self)
+        places = torch.from_numpy(np.random.default_rng([self.seed, epoch, start]).integers(self.points, size=stop - start))
+        return x[places], y[places]
+
+    def loss(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        r2 = (module(batch[0]).squeeze(1) - batch[1]).square()
+        return (r2 / (1 + r2)).mean()
+
+    def gradient(self, w: Tensor) -> Tensor:
+        """Of the whole, at w."""
+        x, y = kept(self)
+        r = x @ w - y
+        return x.T @ (2 * r / (1 + r.square()).square()) / self.points
+
+    def evaluate(self, module: nn.Module, part: int, parts: int) -> dict[str, tuple[float, float]]:
+        x, y = (t[part::parts] for t in kept(self))
+        with torch.no_grad():
+            return {"loss": (float(self.loss(module, (x, y))) * len(y), float(len(y)))}
+
+
+_KEPT: dict[tuple[int, int, float], tuple[Tensor, Tensor]] = {}
+
+
+def kept(task: Bumpy) -> tuple[Tensor, Tensor]:
+    key = (task.features, task.points, task.noise)
+    if key not in _KEPT:
+        _KEPT[key] = task._data()
+    return _KEPT[key]
+
+
+def cluster_of(size: int, even: bool = False) -> Cluster:
+    """Equal learners, with a little jitter or in step; meetings are short beside gradients."""
+    made = replace(PLAIN, machines=(MachineGroup(1, size),))
+    return replace(made, learner=replace(made.learner, scatter=SpeedModel("constant"))) if even else made
+
+
+def gradient_norm(strategy: str, ring: str, rounds: int, size: int, seed: int) -> float:
+    """The mean of |grad f(mean)|^2 over a run of so many rounds at the theorem's rate."""
+    task = Bumpy(samples=rounds * size * BATCH, seed=seed)
+    norms: list[float] = []
+    watch = Watch(size * BATCH, lambda time, samples, mean, spread: norms.append(float(task.gradient(mean).square().sum())))
+    plan = RunConfig(
+        epochs=1.0, batch=BATCH, lr=RATE * math.sqrt(size / rounds), momentum=0.0, evaluate=False, progress="none",
+        save_every_epochs=1e9, on_step=watch,
+    )  # fmt: skip
+    simulate_task(cluster_of(size), task, EngineConfig(strategy=strategy, topology=ring, log_every_s=1e9), plan, seed=seed)
+    return sum(norms) / len(norms)
+
+
+def fit(values: dict[tuple[int, int], float]) -> tuple[float, float]:
+    """The exponents of K and of L in value = c K^p L^q, by least squares of logarithms."""
+    rows = np.array([[1.0, math.log(K), math.log(L)] for K, L in values])
+    found = np.linalg.lstsq(rows, np.log(np.array(list(values.values()))), rcond=None)[0]
+    return float(found[1]), float(found[2])
+
+
+# -- contraction -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Still:
+    """No gradient at all: learners only average."""
+
+    samples: int
+    width: int = 64
+
+    def build(self) -> nn.Module:
+        return nn.Linear(self.width, 1, bias=False).double()
+
+    def batch(self, epoch: int, start: int, stop: int) -> int:
+        return stop - start
+
+    def loss(self, module: nn.Module, batch: int) -> Tensor:
+        return sum(p.sum() * 0.0 for p in module.parameters())  # type: ignore[return-value]
+
+    def evaluate(self, module: nn.Module, part: int, parts: int) -> dict[str, tuple[float, float]]:
+        return {"loss": (0.0, 1.0)}
+
+
+def contraction(strategy: str, ring: str, size: int) -> float:
+    """The factor per round by which the squared spread of the engine's learners falls, when they run in step."""
+    if topology.topology(ring).random:
+        # the promise is of the expectation, and every round is drawn afresh: the mean of the ratios, not of their logarithms
+        ratios = [after / before for seed in range(DRAWS) for before, after in pairs(spreads(strategy, ring, size, 14, seed))]
+        return sum(ratios) / len(ratios)
+    seen = spreads(strategy, ring, size, 60, 0)
+    if len(seen) < 4:
+        return 0.0  # all agree within a period
+    late = seen[len(seen) // 2 :]  # by then only the slowest mode is left, whose rate is the promise
+    slope = np.polyfit([r for r, _ in late], [math.log(s) for _, s in late], 1)[0]
+    return math.exp(float(slope))
+
+
+def pairs(seen: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(before, after) for (_, before), (_, after) in pairwise(seen)]
+
+
+def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list[tuple[float, float]]:
+    """(rounds played, squared spread) as the engine goes along, down to where rounding takes over."""
+    seen: list[tuple[float, float]] = []
+    learners: dict[int, Learner] = {}
+
+    def on_step(learner: Learner) -> None:
+        worker = learner.worker
+        if learner.rank not in learners:
+            start = torch.from_numpy(np.random.default_rng([seed, learner.rank]).standard_normal(worker.w.numel()))
+            learners[learner.rank] = learner
+            worker.place(start)
+            return
+        if len(learners) == size and learner.rank == 0:
+            all_w = torch.stack([one.worker.w for one in learners.values()])
+            if worker.published is None:
+                done = float(worker.k)
+            else:  # every write that is neither a step nor the placing above is a meeting
+                writes = [one.worker.published.version - one.worker.k - 1 for one in learners.values() if one.worker.published]
+                done = sum(writes) / size
+            seen.append((done, float((all_w - all_w.mean(0)).square().sum())))
+
+    plan = RunConfig(
+        epochs=1.0, batch=1, lr=0.0, momentum=0.0, evaluate=False, progress="none", save_every_epochs=1e9, on_step=on_step
+    )  # fmt: skip
+    options = EngineConfig(strategy=strategy, topology=ring, seed=seed, log_every_s=1e9)
+    simulate_task(cluster_of(size, even=True), Still(size * rounds), options, plan, seed=seed)
+    floor = 1e-24 * seen[0][1]
+    good = [(r, s) for r, s in seen[1:] if s > floor]
+    gone = [(r, 0.0) for r, s in seen[len(good) + 1 :][:1]]  # by luck of the draw all may agree at once
+    return good + (gone if topology.topology(ring).random else [])
+
+
+def predicted_contraction(strategy: str, ring: str, size: int) -> float:
+    if strategy == "dpsgd":
+        return topology.spectrum(topology.neighbour_matrix(ring, size)).second ** 2
+    return topology.contraction(ring, size)
+
+
+def main(argv: Sequence[str]) -> int:
+    p = argparse.ArgumentParser(
+        prog="roundelay bench theory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: roundelay bench theory --quick",
+    )
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.add_argument("--quick", action="store_true", help="fewer rounds, learners and seeds: shows that it runs, proves little")
+    p.add_argument("--contestants", default=";".join(CONTESTANTS), help="only these, separated by ;")
+    p.add_argument("--sizes", default="4,8,16,32", help="learners whose contraction is measured; empty: none")
+    args = p.parse_args(argv)
+    one_thread()
+    names, sizes = [n.strip() for n in args.contestants.split(";") if n.strip()], [int(n) for n in args.sizes.split(",") if n]
+    unknown = [n for n in names if n not in CONTESTANTS]
+    if unknown:
+        raise UsageError(
+            f"there is no contestant '{unknown[0]}'", where="bench theory", do=did_you_mean(unknown[0], CONTESTANTS)
+        )
+    if args.quick:
+        found = table(names[:2], ROUNDS[:2], LEARNERS[:2], 1, sizes[:1])
+    else:
+        found = table(names, ROUNDS, LEARNERS, SEEDS, sizes)
+    print(json.dumps(found) if args.json else show(found))
+    return 0
+
+
+def table(
+    names: Sequence[str], rounds: Sequence[int], learners: Sequence[int], seeds: int, sizes: Sequence[int]
+) -> dict[str, Any]:
+    norms = []
+    for name in names:
+        strategy, ring = CONTESTANTS[name]
+        values: dict[tuple[int, int], float] = {}
+        for K in rounds:
+            for L in learners:
+                values[K, L] = sum(gradient_norm(strategy, ring, K, L, seed) for seed in range(seeds)) / seeds
+        p, q = fit(values)
+        say(f"{name:<22} exponent of K {p:+.3f}, of L {q:+.3f}")
+        by_learners = {str(L): values[rounds[-1], L] for L in learners}
+        # the norm goes like (K L)^(-1/2): L learners reach in K / L^(q/p) rounds what one reaches in K
+        speedup = {str(L): (values[rounds[-1], learners[0]] / values[rounds[-1], L]) ** (1 / -p) for L in learners}
+        norms.append(
+            {
+                "contestant": name, "exponent_K": p, "exponent_L": q, "norm_at_most_rounds": by_learners, "speedup": speedup,
+                "values": [{"K": K, "L": L, "norm2": v} for (K, L), v in values.items()],
+            }
+        )  # fmt: skip
+    contractions = []
+    for size in sizes:
+        for strategy, ring in (("dpsgd", "ring"), ("adpsgd", "ring"), ("adpsgd", "random_ring")):
+            predicted = predicted_contraction(strategy, ring, size)
+            measured = contraction(strategy, ring, size)
+            say(f"{strategy:<8} {ring:<12} {size:>3} learners: contraction {measured:.4f}, predicted {predicted:.4f}")
+            contractions.append(
+                {"strategy": strategy, "topology": ring, "learners": size, "measured": measured, "predicted": predicted}
+            )
+    about = {"rounds": list(rounds), "learners": list(learners), "seeds": seeds, "batch": BATCH, "rate": f"{RATE} sqrt(L / K)"}
+    return {"gradient_norm": norms, "contraction": contractions, **about, "theorem": {"exponent_K": -0.5, "exponent_L": -0.5}}
+
+
+def show(found: dict[str, Any]) -> str:
+    learners, last = found["learners"], found["rounds"][-1]
+    head = ["strategy", "exponent of K (theorem -0.5)", "exponent of L (theorem -0.5)"]
+    head += [f"mean grad^2, K={last}, L={L}" for L in learners]
+    rows = [
+        [n["contestant"], n["exponent_K"], n["exponent_L"], *(n["norm_at_most_rounds"][str(L)] for L in learners)]
+        for n in found["gradient_norm"]
+    ]
+    second = [[c["strategy"], c["topology"], c["learners"], c["measured"], c["predicted"]] for c in found["contraction"]]
+    return (
+        markdown(head, rows)
+        + "\n\n"
+        + markdown(["strategy", "topology", "learners", "contraction per round, measured", "predicted"], second)
+    )

@@ -1,0 +1,65 @@
+"""The Python interface: `join` for people with a loop of their own, `fit` for the loop inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundelay.core.contracts import Task
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.learner import Learner
+from roundelay.engine.trainer import RunConfig, train
+from roundelay.launch.context import (
+    DistributedContext,
+    check_backend,
+    context_from_env,
+    single_process_context,
+    under_launcher,
+)
+from roundelay.metrics.events import EventLog
+from roundelay.strategies.base import Strategy
+
+
+def open_session(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: str | Strategy = "adpsgd",
+    *,
+    run: str | Path | None = None,
+    **options: Any,
+) -> Learner:
+    """This process as one learner of the job that the variables of torchrun, mpirun or srun describe; alone without them.
+
+    `options` are those of the engine: topology, wire, seed, clip, schedule, exact, slow, timeout_s, host, … Use the result as
+    a context manager: all learners start from rank 0's weights; leaving gives the module the average of the living ones.
+    """
+    made = EngineConfig(strategy=strategy if isinstance(strategy, str) else type(strategy).__name__, **options)
+    device = next(module.parameters()).device
+    place = _place(made, str(device))
+    events = None
+    if run is not None:
+        Path(run).mkdir(parents=True, exist_ok=True)
+        events = EventLog(Path(run) / "events.jsonl", place.rank)
+    return Learner(place, module, optimizer, made, events, None if isinstance(strategy, str) else strategy)
+
+
+def fit(task: Task, *, strategy: str = "adpsgd", run: str | Path | None = None, **settings: Any) -> dict[str, Any]:
+    """Trains a task with the loop inside; returns the run's figures. `settings`: the engine's options and the loop's plan
+    (epochs, batch, optimizer, lr, momentum, resume, …)."""
+    engine = {k: v for k, v in settings.items() if k in EngineConfig.__dataclass_fields__}
+    plan = {k: v for k, v in settings.items() if k not in engine}
+    options = EngineConfig(strategy=strategy, **engine)
+    return train(task, _place(options, options.device), options, RunConfig(run=Path(run) if run else None, **plan))
+
+
+def _place(options: EngineConfig, device: str) -> DistributedContext:
+    check_backend(options.wire)
+    if not under_launcher():
+        return single_process_context(device)
+    return context_from_env(
+        wire=options.wire, host=options.host, timeout_s=options.timeout_s, device=device, machines=options.machines,
+        digest={"strategy": options.strategy, "topology": options.topology, "seed": options.seed},
+    )  # fmt: skip

@@ -1,0 +1,3 @@
+"""Configuration: one loader of TOML files and key=value pairs."""
+
+from roundelay.config.loader import *  # noqa: F403

@@ -1,0 +1,154 @@
+"""From stored examples to a batch: bytes to values, other speeds, deltas, noise, put side by side. One compiled pass without
+the interpreter's lock, so that loaders work while a learner trains.
+
+Deltas are the sums of `roundelay.speech.features.fbank`, term by term in the same order: an archive of one-byte features delivers to the
+bit what the feature store does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numba
+import numpy as np
+
+from roundelay.data.archive import IGNORE, ArchiveBlock, Layout
+
+_compiled: Any = numba.njit(nogil=True, cache=True)
+PERTURB_DICE = 0x5EED
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """Changes drawn anew for every example and epoch, from (seed, epoch, example) alone.
+
+    speed   the largest relative change of tempo: 0.1 plays an example at 0.9 to 1.1 of its speed (frames are interpolated;
+            pitch stays; recordings at other speeds, pitch and all, are the recipe's `speeds`)
+    noise   standard deviation of Gaussian noise on the static features, in units of their deviation
+    """
+
+    speed: float = 0.0
+    noise: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.speed or self.noise)
+
+    def draw(self, seed: int, epoch: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Speed and a seed of noise for every example."""
+        key = np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + PERTURB_DICE) & (2**64 - 1))
+        with np.errstate(over="ignore"):
+            first = _mixed(numbers.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + key)
+            second = _mixed(first)
+        uniform = (first >> np.uint64(11)).astype(np.float64) / 2**53
+        return 1.0 + self.speed * (2 * uniform - 1), (second >> np.uint64(33)).astype(np.int64)
+
+
+def _mixed(z: np.ndarray) -> np.ndarray:
+    """splitmix64's finisher."""
+    with np.errstate(over="ignore"):
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@lru_cache(maxsize=8)
+def delta_filters(order: int) -> np.ndarray:
+    """float32 [order + 1, 4 * order + 1]: the weights of each order of slopes, over frames -2 * order to 2 * order."""
+    slope = np.arange(-2, 3) / 10.0
+    found = np.zeros((order + 1, 4 * order + 1), np.float32)
+    row = np.ones(1)
+    for k in range(order + 1):
+        found[k, 2 * (order - k) : 2 * (order - k) + len(row)] = row.astype(np.float32)
+        row = np.convolve(row, slope)
+    return found
+
+
+@_compiled
+def _deliver(
+    values, ranges, targets, head, value_starts, target_starts, rows, places, x, y, weights, reach, margin, speeds, noise, seeds
+):  # type: ignore[no-untyped-def]
+    dim = values.shape[1]
+    orders, width = weights.shape
+    compressed = ranges.shape[0] > 0
+    longest = 0
+    for r in rows:
+        longest = max(longest, head[r, 1])
+    static = np.empty((longest + 2 * reach, dim), np.float32)
+    warped = np.empty((longest + 2 * reach, dim), np.float32)
+    one = np.float32(1.0)
+    for n in range(rows.size):
+        r, place = rows[n], places[n]
+        frames, left, right = head[r, 1], head[r, 2], head[r, 3]
+        stored = frames + 2 * reach
+        first = value_starts[r]
+        if compressed:
+            low, step = ranges[r, 0], ranges[r, 1]
+            for t in range(stored):
+                for d in range(dim):
+                    static[t, d] = np.float32(values[first + t, d]) * step[d]
+                for d in range(dim):
+                    static[t, d] += low[d]
+        else:
+            for t in range(stored):
+                for d in range(dim):
+                    static[t, d] = values[first + t, d]
+        source = static
+        speed = speeds[n]
+        if speed != 1.0:
+            centre = 0.5 * (stored - 1)
+            for t in range(stored):
+                at = min(max(centre + (t - centre) * speed, 0.0), stored - 1.0)
+                before = min(int(at), stored - 2)
+                part = np.float32(at - before)
+                for d in range(dim):
+                    warped[t, d] = (one - part) * static[before, d] + part * static[before + 1, d]
+            source = warped
+            left, right = 0, 0
+        if noise > 0:
+            np.random.seed(seeds[n])
+            for t in range(stored):
+                for d in range(dim):
+                    source[t, d] += np.float32(noise * np.random.normal())
+        for t in range(frames):
+            inside = min(max(t, left), frames - 1 - right)
+            for k in range(orders):
+                column = k * dim
+                begun = False
+                for i in range(width):
+                    weight = weights[k, i]
+                    if weight == 0:
+                        continue
+                    if begun:
+                        for d in range(dim):
+                            x[place, t, column + d] += weight * source[inside + i, d]
+                    else:
+                        for d in range(dim):
+                            x[place, t, column + d] = weight * source[inside + i, d]
+                        begun = True
+        counted = frames - 2 * margin
+        middle = 0.5 * (counted - 1)
+        for t in range(counted):
+            at = t
+            if speed != 1.0:
+                at = int(np.floor(middle + (t - middle) * speed + 0.5))
+            y[place, margin + t] = targets[target_starts[r] + at] if 0 <= at < counted else IGNORE
+
+
+def deliver(
+    layout: Layout,
+    parts: list[tuple[ArchiveBlock, np.ndarray, np.ndarray]],
+    x: np.ndarray,
+    y: np.ndarray,
+    speeds: np.ndarray,
+    seeds: np.ndarray,
+    noise: float,
+) -> None:
+    """Writes examples into x [n, frames, features] and y [n, frames]; parts: a block, rows of it, their places in the batch."""
+    weights = delta_filters(layout.deltas)
+    for block, rows, places in parts:
+        _deliver(
+            block.values, block.ranges, block.targets, block.head, block.value_starts, block.target_starts, rows, places,
+            x, y, weights, layout.reach, layout.margin, speeds[places], noise, seeds[places],
+        )  # fmt: skip

@@ -1,0 +1,29 @@
+"""What the engine can be told. The command line's settings and `roundelay.join` both end here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The engine's settings; what each does is said in roundelay.config.TrainConfig."""
+
+    strategy: str = "adpsgd"
+    strategy_options: dict[str, Any] = field(default_factory=dict)
+    topology: str = "ring"
+    wire: str = "auto"
+    seed: int = 0
+    clip: float = 0.0
+    schedule: str = "constant"
+    warmup_epochs: float = 0.0
+    anneal_after_epochs: float = 10.0
+    exact: bool = False
+    machines: int = 0
+    gradients_per_meeting: float = 1.0
+    slow: str = ""
+    timeout_s: float = 60.0
+    host: str = "127.0.0.1"
+    device: str = "auto"
+    log_every_s: float = 1.0

@@ -1,0 +1,87 @@
+"""The real host: the operating system's clock, torch's dice, threads."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from roundelay.data.loader import PrefetchLoader
+from roundelay.metrics.events import EventLog
+
+C = TypeVar("C")
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process, all its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+class SystemRuntime:
+    """The machine this process runs on."""
+
+    clock = staticmethod(time.perf_counter)
+
+    def cpu_s(self) -> float:
+        return cpu_seconds()
+
+    def stamp(self) -> str:
+        return time.strftime("%H:%M:%S")
+
+    def begin_with(self, number: int) -> None:
+        torch.manual_seed(number)
+
+    def seed(self, number: int) -> None:
+        torch.manual_seed(number)
+
+    def dice(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_dice(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def rolling(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def compute(self, gradient: Callable[[], float], samples: int, slow: float) -> float:
+        if slow <= 1.0:
+            return gradient()
+        began = time.perf_counter()
+        loss = gradient()
+        time.sleep((slow - 1.0) * (time.perf_counter() - began))
+        return loss
+
+    def ahead(
+        self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int
+    ) -> PrefetchLoader[C]:
+        return PrefetchLoader(claims, prepare, workers=loaders)
+
+    def watch(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
+        stop = threading.Event()
+
+        def run() -> None:
+            while not stop.wait(every_s):
+                look()
+
+        thread = threading.Thread(target=run, name="watchdog", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            stop.set()
+            thread.join(5.0)
+
+        return end
+
+    def events(self, path: Path | None, rank: int) -> EventLog:
+        return EventLog(path, rank)
+
+    def speaks(self, rank: int) -> bool:
+        return True

@@ -1,0 +1,48 @@
+"""Learners as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from roundelay.comm.threads import ThreadGroup
+from roundelay.errors import PeerLost, RoundelayError
+from roundelay.launch.context import single_process_context
+
+
+def run_threads(job: Callable[..., Any], *args: Any, size: int, machines: int = 0, timeout_s: float = 60.0) -> list[Any]:
+    """The same for threads of this process."""
+    threads = ThreadGroup(size, timeout_s=timeout_s)
+    results: list[Any] = [None] * size
+    problems: list[str] = []
+    mistakes: list[RoundelayError] = []
+
+    def learner(rank: int) -> None:
+        try:
+            place = single_process_context("cpu", threads, rank, machines)
+            try:
+                results[rank] = job(place, *args)
+            finally:
+                place.close()
+        except BaseException as error:
+            problems.append(f"rank {rank}: {traceback.format_exc()}")
+            if isinstance(error, RoundelayError) and not isinstance(error, PeerLost):
+                mistakes.append(error)
+            threads.fail(rank, str(error))
+
+    running = [threading.Thread(target=learner, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in running:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in running:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in running) and not problems:
+        problems.append(f"not over in {timeout_s:.0f} s")
+    if mistakes:
+        raise mistakes[0]  # the cause, in its own words; the others' losses are its echo
+    if problems:
+        raise PeerLost(f"a job failed: {problems[0]}", where="wire inproc")
+    return results

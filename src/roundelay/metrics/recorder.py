@@ -1,0 +1,94 @@
+"""The figures of one learner, written to the run's events about once a second."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from roundelay.core.contracts import Communicator, EventWriter, Runtime
+from roundelay.strategies.worker import Worker
+
+
+class MetricsRecorder:
+    """Counts what a learner does and writes it down now and then."""
+
+    def __init__(self, worker: Worker, job: Communicator, events: EventWriter, every_s: float, host: Runtime) -> None:
+        self.worker, self.job, self.events, self.every_s, self.host = worker, job, events, every_s, host
+        self.clock = host.clock
+        self.samples = 0
+        self.total: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()
+        self._steps = 0
+        self._losses = (0.0, 0)
+        self._since = self._began = self.clock()
+        self._bytes = 0
+        self.last: dict = {}
+        self.on_record: Callable[[dict[str, Any]], None] | None = None
+
+    def start(self) -> None:
+        self._since = self._began = self.clock()
+
+    def stepped(self) -> None:
+        """After every step."""
+        self._steps += 1
+        if self.worker.share.own:
+            self._losses = (self._losses[0] + self.worker.loss, self._losses[1] + 1)
+        if self.clock() - self._since >= self.every_s:
+            self.record()
+
+    def record(self) -> None:
+        """Writes what has come together since the last time."""
+        now = self.clock()
+        worker, meter, elapsed = self.worker, self.worker.meter, max(now - self._since, 1e-9)
+        if not self._steps and not meter.seconds:
+            return
+        met = worker.meetings.drain() if worker.meetings is not None else {}
+        sent = self.job.bytes_sent() + (worker.net.bytes_sent() if worker.net is not self.job else 0)
+        if worker.node is not None and worker.node is not worker.net:
+            sent += worker.node.bytes_sent()
+        meetings = met.get("meetings", 0.0)
+        self.last = {
+            "step": worker.k,
+            "steps": self._steps,
+            "samples": self.samples,
+            "samples_per_s": round(self.samples / elapsed, 3),
+            "loss": round(self._losses[0] / self._losses[1], 6) if self._losses[1] else None,
+            "rate": worker.rate,
+            "position": worker.share.position,
+            "seconds": {kind: round(s, 5) for kind, s in meter.seconds.items() if kind != "loader"},  # a part of data
+            "loader_s": round(meter.seconds.get("loader", 0.0), 5),
+            "elapsed_s": round(elapsed, 5),
+            "cpu_s": round(self.host.cpu_s(), 4),
+            "staleness": {str(k): v for k, v in sorted(meter.staleness.items())},
+            "meetings": int(meetings),
+            "bytes": sent - self._bytes,
+        }
+        if meetings:
+            self.last["pair_distance"] = met["distance"] / meetings
+            self.last["meeting_s"] = round(met["meeting_s"] / meetings, 6)
+        self.events.write("steps", **self.last)
+        if self.on_record is not None:
+            self.on_record(self.last)
+        self.total.update({f"{kind}_s": s for kind, s in meter.seconds.items()})
+        self.total.update(steps=self._steps, samples=self.samples, meetings=int(meetings), bytes=sent - self._bytes)
+        self.staleness.update(meter.staleness)
+        meter.seconds.clear()
+        meter.staleness.clear()
+        self._steps, self.samples, self._losses = 0, 0, (0.0, 0)
+        self._since, self._bytes = now, sent
+
+    def summary(self) -> dict:
+        """Figures of the whole run."""
+        elapsed = self.clock() - self._began
+        updates = max(sum(self.staleness.values()), 1)
+        own = sum(self.total[k] for k in ("compute_s", "data_s", "update_s"))
+        return {
+            **{k: round(v, 4) for k, v in self.total.items()},
+            "elapsed_s": round(elapsed, 4),
+            "samples_per_s": round(self.total["samples"] / max(elapsed, 1e-9), 3),
+            "own_s": round(own, 4),
+            "waiting_s": round(self.total["comm_s"], 4),
+            "staleness_mean": round(sum(k * v for k, v in self.staleness.items()) / updates, 4),
+            "staleness": {str(k): v for k, v in sorted(self.staleness.items())},
+        }

@@ -1,0 +1,250 @@
+"""`roundelay pack`: the training examples of a run, packed once into an archive that learners train from.
+
+Examples are the windows of `roundelay.speech.features.windows` or whole utterances, with their margins, shuffled as a whole by the seed.
+Blocks are independent of each other, so processes make them side by side and one writes them in order.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roundelay import config
+from roundelay.core.process_map import process_map
+from roundelay.data import writer
+from roundelay.data.archive import IGNORE, INDEX, About, Archive, Layout, encode
+from roundelay.errors import DataError, UsageError, did_you_mean
+from roundelay.speech.features import windows
+from roundelay.speech.features.extract import from_spec
+from roundelay.speech.features.feature_store import ConcatFeatures, FeatureStore
+from roundelay.speech.hmm.align import INDEX as ALIGNMENTS_INDEX
+from roundelay.speech.hmm.align import Alignments, matched
+
+KINDS = ("chunks", "utterances")
+DICE = 0x9ACC
+SAMPLED = 65_536
+CHUNK_BLOCK, UTTERANCE_BLOCK = 256, 16
+
+
+@dataclass(frozen=True)
+class Packing:
+    """features, alignments   as the task takes them
+    examples    chunks (windows with margins) or utterances
+    compress    one byte per value; features that are not stored so are rounded, with a range per utterance and dimension
+    block       examples of a block: the unit of reading and checking
+    repeat      pack everything so many times over: only to try out large corpora
+    """
+
+    features: str
+    alignments: str
+    window: int = 21
+    margin: int = 0
+    seed: int = 0
+    examples: str = "chunks"
+    compress: bool = True
+    block: int = 0
+    repeat: int = 1
+
+    def __post_init__(self) -> None:
+        if self.examples not in KINDS:
+            raise UsageError(f"examples cannot be '{self.examples}'", where="pack", do=did_you_mean(str(self.examples), KINDS))
+        if self.window < 1 or self.margin < 0 or self.block < 0 or self.repeat < 1:
+            raise UsageError("window, margin, block and repeat cannot be that small", where="pack")
+
+    @property
+    def whole(self) -> bool:
+        return self.examples == "utterances"
+
+
+class PackSource:
+    """Stores, opened, and what has to be packed from them."""
+
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
+        self.features, self.targets = from_spec(packing.features), Alignments.open(Path(packing.alignments))
+        self.ids = matched(self.features, self.targets, packing.features)
+        self._bytes = isinstance(self.features, FeatureStore) and packing.compress
+        pasted = isinstance(self.features, ConcatFeatures)
+        self.layout = Layout(
+            window=0 if packing.whole else packing.window,
+            margin=packing.margin,
+            dim=self.features.dim if isinstance(self.features, ConcatFeatures) else self.features.static_dim,
+            deltas=0 if pasted else getattr(self.features, "deltas", 0),
+            compressed=packing.compress,
+        )
+
+    @cached_property
+    def windows(self) -> windows.WindowIndex:
+        frames = [self.features.frames(name) for name in self.ids]
+        if not self.packing.whole:
+            return windows.cut(frames, self.packing.window)
+        nothing = np.zeros(len(frames), np.int64)
+        return windows.WindowIndex(np.arange(len(frames)), nothing, nothing, 0)
+
+    @property
+    def samples(self) -> int:
+        return len(self.windows) * self.packing.repeat
+
+    @property
+    def block(self) -> int:
+        return self.packing.block or (UTTERANCE_BLOCK if self.packing.whole else CHUNK_BLOCK)
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """The shuffle of everything."""
+        return np.random.default_rng([self.packing.seed, DICE]).permutation(self.samples)
+
+    def about(self) -> About:
+        told = configuration(self.features, self.targets)
+        source = {"features": self.packing.features, "alignments": self.packing.alignments, "examples": self.packing.examples}
+        return About(self.layout, self.packing.seed, self.block, told, self.targets.num_pdfs, source=source)
+
+    def expected_bytes(self) -> float:
+        """About what the archive will take."""
+        layout, samples = self.layout, self.samples
+        frames = float(
+            self.features.total_frames * self.packing.repeat if self.packing.whole else samples * self.packing.window
+        )
+        stored = frames + samples * 2 * (layout.margin + layout.reach)
+        return (
+            stored * layout.dim * (1 if layout.compressed else 4)
+            + 4 * frames
+            + samples * (16 + 8 * layout.dim * layout.compressed)
+        )
+
+    def encoded(self, number: int) -> writer.Encoded:
+        """One block."""
+        chosen = self.order[number * self.block : (number + 1) * self.block]
+        made = [self._example(int(one)) for one in chosen]
+        values, ranges, targets, repeated = (list(part) for part in zip(*made, strict=True))
+        data, frames = encode(self.layout, chosen, np.array(repeated), values, ranges, targets)
+        return writer.Encoded(data, len(chosen), frames, int(sum((t != IGNORE).sum() for t in targets)))
+
+    def _example(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int]]:
+        window = number % len(self.windows)
+        name, start = self.ids[self.windows.utterance[window]], int(self.windows.start[window])
+        values, ranges = self._stored(name)
+        total = len(values)
+        length = total if self.packing.whole else self.windows.length
+        margin, reach = self.layout.margin, self.layout.reach
+        at = np.arange(start - margin - reach, start + length + margin + reach)
+        counted = np.arange(start, start + length)
+        targets = np.full(length, IGNORE, np.int32)
+        kept = (counted >= self.windows.counts_from[window]) & (counted < total)
+        targets[kept] = self.targets[name][counted[kept]]
+        repeated = max(0, margin - start), max(0, start + length + margin - total)
+        return values[np.clip(at, 0, total - 1)], ranges, targets, repeated
+
+    def _stored(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Static features of an utterance as the archive keeps them, and their ranges."""
+        if self._bytes:
+            assert isinstance(self.features, FeatureStore)
+            return self.features.stored(name)
+        x = self.features[name] if isinstance(self.features, ConcatFeatures) else self.features.static(name)
+        if not self.packing.compress:
+            return x, np.empty(0, np.float32)
+        low, high = x.min(axis=0), x.max(axis=0)
+        step = np.maximum((high - low) / np.float32(255), np.float32(1e-8))
+        return np.rint((x - low) / step).astype(np.uint8), np.stack([low, step]).astype(np.float32)
+
+
+def configuration(features: Any, targets: Alignments) -> dict[str, Any]:
+    """What decides whether an archive belongs to these features and alignments: how they were made, and of which utterances."""
+    spoken = json.dumps([[name, features.frames(name)] for name in features.ids]).encode()
+    pdfs = targets._pdfs
+    states = np.ascontiguousarray(pdfs[:: max(1, len(pdfs) // SAMPLED)]).tobytes()
+    aligned = zlib.crc32((targets.folder / ALIGNMENTS_INDEX).read_bytes())
+    return {
+        **json.loads(json.dumps(features.configuration)),
+        "utterances": f"{zlib.crc32(spoken):08x}",
+        "alignments": f"{zlib.crc32(states, aligned):08x}",
+    }
+
+
+_sources: dict[Packing, PackSource] = {}
+
+
+def _block(packing: Packing, number: int) -> writer.Encoded:
+    if packing not in _sources:
+        _sources.clear()
+        _sources[packing] = PackSource(packing)
+    return _sources[packing].encoded(number)
+
+
+def pack(
+    packing: Packing,
+    folder: Path,
+    *,
+    jobs: int = 1,
+    progress: str = "auto",
+    say: Callable[[str], None] = lambda text: None,
+    shard_bytes: int = writer.SHARD_BYTES,
+) -> Archive:
+    """Packs; returns the archive. Size and rate are said at the end."""
+    began = time.monotonic()
+    source = PackSource(packing)
+    writer.require_room(folder, source.expected_bytes())
+    numbers = range(-(-source.samples // source.block))
+    made = process_map(partial(_block, packing), numbers, jobs=jobs, progress=progress, chunk=2)
+    try:
+        archive = writer.write(folder, source.about(), made, shard_bytes)
+    finally:
+        made.close()  # type: ignore[attr-defined]
+        _sources.clear()
+    seconds = max(time.monotonic() - began, 1e-9)
+    size = sum(shard["bytes"] for shard in archive.about.shards)
+    hours = archive.about.counted / 360_000
+    say(
+        f"{folder}: {len(archive):,} {packing.examples}, {archive.about.counted:,} frames ({hours:.2f} h), "
+        f"{len(archive.about.shards)} shards, {size / 1e6:.1f} MB ({size / max(archive.about.counted, 1):.0f} bytes a frame), "
+        f"{seconds:.1f} s, {archive.about.counted / seconds:,.0f} frames/s"
+    )
+    return archive
+
+
+def archive_for(options: dict[str, Any], alignments: Path, *, jobs: int, progress: str, say: Callable[[str], None]) -> Path:
+    """The archive of a task's features and alignments, beside the alignments; packed unless it is there and fits."""
+    packing = Packing(**{key: options[key] for key in ("features", "alignments", "window", "margin")})
+    folder = alignments.resolve().with_name(alignments.name.replace("alignments", "archive"))
+    if (folder / INDEX).exists():
+        source = PackSource(packing)
+        try:
+            told = configuration(source.features, source.targets)
+            Archive(folder).require(told, source.targets.num_pdfs, packing.window, packing.margin)
+            return folder
+        except DataError as error:
+            say(f"  packing again: {error.what}")
+    pack(packing, folder, jobs=jobs, progress=progress, say=lambda text: say(f"  {text}"))
+    return folder
+
+
+def packing_of(run: Path, told: dict[str, Any]) -> Packing:
+    """What `roundelay pack RUN` packs: what the run's network was trained on, unless told otherwise."""
+    task = run / "network" / "task.toml"
+    values: dict[str, Any] = {"features": str(run / "features" / "train"), "alignments": str(run / "alignments" / "train")}
+    if task.exists():
+        options = config.load(task).settings.task_options
+        values |= {key: options[key] for key in ("features", "alignments", "window", "margin") if key in options}
+    known = {field.name for field in fields(Packing)}
+    for key in told:
+        if key not in known:
+            raise UsageError(f"there is no '{key}' here", where="pack", do=did_you_mean(key, known))
+    return Packing(**{**values, **told})
+
+
+def describe(archive: Archive) -> dict[str, Any]:
+    """The figures of an archive, for people and programs."""
+    about = archive.about
+    size = sum(shard["bytes"] for shard in about.shards)
+    return {
+        "folder": str(archive.folder), "examples": about.examples, "frames": about.counted, "shards": len(about.shards),
+        "blocks": len(archive.blocks), "bytes": size, "layout": asdict(about.layout), "features": about.features,
+    }  # fmt: skip

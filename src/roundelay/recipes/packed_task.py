@@ -1,0 +1,65 @@
+"""The acoustic model trained from an archive: the same model, loss and validation as `FrameTask`, other batches."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundelay.data.collate import Perturbation
+from roundelay.data.examples import Examples
+from roundelay.errors import UsageError
+from roundelay.recipes.pack import configuration
+from roundelay.speech.features import windows
+from roundelay.speech.nnet.frame_task import FrameTask, device_of
+
+
+class PackedTask(FrameTask):
+    """`FrameTask` with an `archive` made by `roundelay pack` from the same features and alignments.
+
+    speed   largest relative change of tempo, drawn per example and epoch; 0: none
+    noise   standard deviation of noise on the normalised static features; 0: none
+    """
+
+    def __init__(self, *, archive: str, speed: float = 0.0, noise: float = 0.0, **options: Any) -> None:
+        self._given = {"archive": archive, "speed": speed, "noise": noise, **options}
+        if not 0 <= speed < 0.5 or not 0 <= noise < 10:
+            raise UsageError(
+                f"speed {speed}, noise {noise}", where="task_options", do="speed below 0.5, noise below 10; 0: none"
+            )
+        self._archive = archive
+        self._perturbation = Perturbation(speed, noise)
+        super().__init__(**options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(PackedTask, **self._given), ()
+
+    def _open_training(self, where: str) -> None:
+        self.examples = Examples(self._archive, self.seed, self._perturbation)
+        archive = self.examples.archive
+        window = self.window if archive.layout.window else 0
+        archive.require(configuration(self._features, self._targets), self._targets.num_pdfs, window, self.margin)
+
+    @property
+    def samples(self) -> int:
+        return len(self.examples)
+
+    @property
+    def frames_per_sample(self) -> float:
+        """Frames that count in an example, on average."""
+        return self.examples.archive.about.counted / len(self.examples)
+
+    def batch(self, epoch: int, start: int, stop: int) -> Any:
+        made = self.examples.batch(epoch, start, stop)
+        self._change([x[:length] for x, length in zip(made.x, made.lengths, strict=True)], made.numbers, epoch)
+        x, y = torch.from_numpy(made.x), torch.from_numpy(made.y)
+        return (x, y) if self.examples.archive.layout.window else (x, y, torch.from_numpy(made.lengths))
+
+    def loss(self, module: nn.Module, batch: Any) -> Tensor:
+        if len(batch) == 2:
+            return super().loss(module, batch)
+        x, y, lengths = batch
+        scores = module(x.to(device_of(module)), lengths)
+        return nn.functional.cross_entropy(scores.flatten(0, 1), y.to(scores.device).flatten(), ignore_index=windows.IGNORE)
