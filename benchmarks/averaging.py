@@ -104,10 +104,10 @@ class Bench:
         self.frames = sorted(int(f) for f in args.frames.split(","))
         for system in self.systems:
             if system not in SYSTEMS:
-                raise UsageError(f"there is no system '{system}'", where="--systems", do=f"choose from {', '.join(SYSTEMS)}")
+                raise UsageError(f"there is no system '{system}'", where="--systems", hint=f"choose from {', '.join(SYSTEMS)}")
         if "job" in self.systems and not Path(args.baseline).exists():
             raise UsageError(
-                "the baseline's script is not there", where=args.baseline, do="run in a checkout, or give --baseline"
+                "the baseline's script is not there", where=args.baseline, hint="run in a checkout, or give --baseline"
             )
         recipe = recipe_config.load(args.recipe, args.overrides)
         recipe = replace(recipe, network=replace(recipe.network, packed=True))
@@ -214,7 +214,7 @@ class Bench:
         return {**{k: round(v, 4) for k, v in found.items()}, "startup_s": 0.0}
 
     def persistent(self, case: AveragingCase, folder: Path, task: Any, steps: int) -> dict[str, Any]:
-        kstep = [f"strategy_options.K={steps}", 'strategy_options.state="forget"']
+        kstep = [f"strategy_options.K={steps}", 'strategy_options.state="reset"']
         run = folder / "run"
         command = [
             sys.executable,

@@ -66,8 +66,8 @@ class NoisySync:
     weakness: ClassVar[str] = "As sync."
     saved: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(
-        claims="turn", deterministic=True, conserves_mean=True, contracts=False, survives_death=False, state_rule="shared",
-        published=False, weighs="mean",
+        sharding="static", deterministic=True, conserves_mean=True, contracts=False, survives_death=False, optimizer_state="shared",
+        shares_weights=False, sample_weighting="average",
     )  # fmt: skip
 
     def start(self, me: Worker) -> None:
@@ -77,9 +77,9 @@ class NoisySync:
         w = me.w.clone()
         dice = torch.Generator().manual_seed(1_000_003 * me.rank + me.k)
         noise = torch.randn(w.numel(), generator=dice, dtype=w.dtype)
-        me.place(w + noise * (self.size * w.norm() / math.sqrt(w.numel())))
+        me.assign_(w + noise * (self.size * w.norm() / math.sqrt(w.numel())))
         d = me.delta(me.mean_grad())
-        me.place(w - d)
+        me.assign_(w - d)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Grid:
                     self._take(cell, result)
             except BrokenProcessPool:
                 do = "it may have run out of memory: use fewer jobs; with --keep the same command goes on"
-                raise RoundelayError("a working process died", where=f"one of {self.jobs} jobs", do=do) from None
+                raise RoundelayError("a working process died", where=f"one of {self.jobs} jobs", hint=do) from None
             except KeyboardInterrupt:
                 for child in active_children():
                     child.kill()  # a cell takes minutes

@@ -1,7 +1,7 @@
 """roundelay bench calibrate: measures this machine into a cluster file, and checks what the file predicts.
 
 compute     seconds per sample and per step, two learners side by side, from two batch sizes
-meeting     one pair average in shared memory;   mean   one global mean: what the inside link carries
+exchange     one pair average in shared memory;   mean   one global mean: what the inside link carries
 link        the same between two network namespaces on a cable (needs root), for every rate given
 Where there are no more cores than learners, what travels while a learner computes is carried by its own core: the CPU seconds
 per byte are measured too.
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     args = p.parse_args(argv)
     links = _links(args.links)
     if args.batch < 1 or args.seconds <= 0 or args.repeats < 1:
-        raise UsageError("--batch, --seconds and --repeats must be above 0", where="bench calibrate", do="see --help")
+        raise UsageError("--batch, --seconds and --repeats must be above 0", where="bench calibrate", hint="see --help")
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     out = Path(args.out)
@@ -96,9 +96,11 @@ def _links(text: str) -> list[int]:
     try:
         links = [int(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise UsageError(f"--links {text}", where="bench calibrate", do="give Mbit/s, for example --links 1000,200") from error
+        raise UsageError(
+            f"--links {text}", where="bench calibrate", hint="give Mbit/s, for example --links 1000,200"
+        ) from error
     if any(mbit < 1 for mbit in links):
-        raise UsageError(f"--links {text}: nothing would ever arrive", where="bench calibrate", do="give Mbit/s above 0")
+        raise UsageError(f"--links {text}: nothing would ever arrive", where="bench calibrate", hint="give Mbit/s above 0")
     if links:
         check()
     return links
@@ -131,7 +133,7 @@ def measure_here(pool: ProcessPool, batch: int, repeats: int) -> dict[str, float
     found["meet_s"] = statistics.median(c["meet_s"] for c in costs)
     carried = [pool.run(carry, parameters, size=LEARNERS, timeout_s=300) for _ in range(repeats)]
     found |= _carried(carried, parameters)
-    say(f"a meeting takes {1000 * found['meet_s']:.2f} ms, a mean {1000 * found['mean_s']:.2f} ms")
+    say(f"a exchange takes {1000 * found['meet_s']:.2f} ms, a mean {1000 * found['mean_s']:.2f} ms")
     return found
 
 
@@ -159,17 +161,17 @@ def _carried(runs: list[list[dict[str, float]]], parameters: int) -> dict[str, f
     }
 
 
-def carry(place: DistributedContext, parameters: int, repeats: int = 5) -> dict[str, float]:
+def carry(context: DistributedContext, parameters: int, repeats: int = 5) -> dict[str, float]:
     """Seconds of a mean of a model and of a single number, and the CPU seconds of the former."""
-    net, x, one = place.net, torch.randn(parameters), torch.zeros(1)
+    comm, x, one = context.comm, torch.randn(parameters), torch.zeros(1)
     means, tinies, cpu = [], [], []
     for number in range(repeats + 1):
-        net.start_mean(one).wait()
+        comm.all_reduce_mean(one).wait()
         began = time.perf_counter()
-        net.start_mean(one).wait()
+        comm.all_reduce_mean(one).wait()
         tiny = time.perf_counter() - began
         began, used = time.perf_counter(), cpu_seconds()
-        net.start_mean(x).wait()
+        comm.all_reduce_mean(x).wait()
         took, used = time.perf_counter() - began, cpu_seconds() - used
         if number:
             means.append(took)
@@ -178,13 +180,13 @@ def carry(place: DistributedContext, parameters: int, repeats: int = 5) -> dict[
     return {"mean_s": statistics.median(means), "tiny_s": statistics.median(tinies), "cpu_s": statistics.median(cpu)}
 
 
-def free_steps(place: DistributedContext, batch: int, seconds: float = 3.0) -> float:
+def free_steps(context: DistributedContext, batch: int, seconds: float = 3.0) -> float:
     """Seconds of a step of plain SGD while the other learner does the same, without a word between them."""
     task = Blstm()
     module = task.build()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     took: list[float] = []
-    place.net.start_mean(torch.zeros(1)).wait()
+    context.comm.all_reduce_mean(torch.zeros(1)).wait()
     end = time.perf_counter() + seconds
     while (began := time.perf_counter()) < end or len(took) < 4:
         data = task.batch(0, (len(took) * batch) % (task.samples - batch), (len(took) * batch) % (task.samples - batch) + batch)
@@ -207,7 +209,7 @@ def cluster_tree(here: dict[str, float], link: dict[str, float] | None = None) -
         "about": source,
         "machines": [{"count": 1, "learners": LEARNERS}] if link is None else [{"count": LEARNERS, "learners": 1}],
         "learner": {"seconds_per_sample": here["seconds_per_sample"], "seconds_per_step": here["seconds_per_step"]},
-        "memory": {"meeting_gb_per_s": 2e-9 * size / here["meet_s"], "steals": 0.5 if crowded else 0.0},
+        "memory": {"exchange_gb_per_s": 2e-9 * size / here["meet_s"], "contention": 0.5 if crowded else 0.0},
         "link": {"inside": {**_link(here, crowded), "shared": False}},
         "sources": {"learner": source, "link": source, "memory": source},
     }
@@ -235,7 +237,7 @@ def _write(path: Path, tree: dict[str, Any], found: dict[str, Any], what: str) -
     try:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", where="--out", do="choose another file") from error
+        raise UsageError(f"cannot write {path}: {error.strerror}", where="--out", hint="choose another file") from error
     found["files"][what] = str(path)
     say(f"written: {path}")
 
@@ -243,7 +245,7 @@ def _write(path: Path, tree: dict[str, Any], found: dict[str, Any], what: str) -
 # -- checking ----------------------------------------------------------------------------------------------------------
 
 
-def real_run(place: DistributedContext, strategy: str, slow: str, batch: int, steps: int) -> dict[str, float]:
+def real_run(context: DistributedContext, strategy: str, slow: str, batch: int, steps: int) -> dict[str, float]:
     """A run of the ordinary loop; when its first step began and its last ended."""
     times: list[float] = []
     done = 0
@@ -251,15 +253,20 @@ def real_run(place: DistributedContext, strategy: str, slow: str, batch: int, st
     def on_step(learner: Learner) -> None:
         nonlocal done
         times.append(time.perf_counter())
-        done += learner.worker.share.own
+        done += learner.worker.step_info.local_samples
 
     task = Blstm()
     options = EngineConfig(strategy=strategy, slow=slow, timeout_s=120.0)
     plan = RunConfig(
-        epochs=steps * batch * place.size / task.samples, batch=batch, lr=0.01, evaluate=False, progress="none", on_step=on_step
+        epochs=steps * batch * context.size / task.samples,
+        batch=batch,
+        lr=0.01,
+        evaluate=False,
+        progress="none",
+        on_step=on_step,
     )
     began = time.perf_counter()
-    train(task, place, options, plan)
+    train(task, context, options, plan)
     return {"began": began, "first": times[0], "ended": times[-1], "samples": float(done), "steps": float(len(times))}
 
 

@@ -57,12 +57,12 @@ Step = Callable[[], None]
 
 
 class Runner:
-    """One contestant at one place, ready to step."""
+    """One contestant at one context, ready to step."""
 
     def __init__(
         self,
         entry: Competitor,
-        place: DistributedContext,
+        context: DistributedContext,
         task: Task,
         batch: int,
         slow: str,
@@ -70,10 +70,10 @@ class Runner:
         momentum: float,
         seed: int = 0,
     ) -> None:
-        self.entry, self.place, self.task, self.batch, self.lr, self.momentum = entry, place, task, batch, lr, momentum
+        self.entry, self.context, self.task, self.batch, self.lr, self.momentum = entry, context, task, batch, lr, momentum
         self.steps = 0
         self.seed = seed
-        self._slow = slowdown(slow, place.size, place.rank)
+        self._slow = slowdown(slow, context.size, context.rank)
         self._slow_setting = slow
         torch.manual_seed(seed)
         self.module = task.build()
@@ -88,9 +88,9 @@ class Runner:
 
     def next_batch(self) -> Any:
         """The batch of this step: learners walk through the epochs side by side."""
-        samples, whole = self.task.samples, self.batch * self.place.size
-        place = (self.steps * whole + self.place.rank * self.batch) % (samples - self.batch)
-        return self.task.batch(self.steps * whole // samples, place, place + self.batch)
+        samples, whole = self.task.samples, self.batch * self.context.size
+        context = (self.steps * whole + self.context.rank * self.batch) % (samples - self.batch)
+        return self.task.batch(self.steps * whole // samples, context, place + self.batch)
 
     def _timed(self, compute: Callable[[], None]) -> None:
         began = time.perf_counter()
@@ -118,9 +118,9 @@ class Runner:
     def _join_torch(self) -> None:
         if dist.is_initialized():
             return
-        store: Any = self.place.net.store  # a JobStore: torch's own contestants need processes
+        store: Any = self.context.comm.store  # a JobStore: torch's own contestants need processes
         dist.init_process_group(
-            "gloo", store=PrefixStore(f"{store.prefix}ddp", store.tcp), rank=self.place.rank, world_size=self.place.size
+            "gloo", store=PrefixStore(f"{store.prefix}ddp", store.tcp), rank=self.context.rank, world_size=self.context.size
         )
 
     def _ddp(self) -> Step:
@@ -162,14 +162,14 @@ class Runner:
         return step
 
     def _ours(self) -> Step:
-        place, slow = self.place, self._slow_setting
+        context, slow = self.context, self._slow_setting
         if self.entry.name == "alone":
-            place, slow = single_process_context("cpu"), f"0:{self._slow}" if self._slow > 1.0 else ""
+            context, slow = single_process_context("cpu"), f"0:{self._slow}" if self._slow > 1.0 else ""
         options = EngineConfig(strategy=self.entry.strategy, slow=slow, **dict(self.entry.options))
-        self.learner = learner = Learner(place, self.module, self._optimizer(self.module), options)
+        self.learner = learner = Learner(context, self.module, self._optimizer(self.module), options)
         self.learner.start()
         self._close.append(learner.close)
-        size, batch = place.size, self.batch
+        size, batch = context.size, self.batch
         machine = batch * len(learner.machine)
 
         def compute() -> float:
@@ -178,13 +178,13 @@ class Runner:
             return float(loss.detach())
 
         def step() -> None:
-            learner.advance(StepInfo(batch, machine, batch * size, self.steps * batch * size, 1 << 62), compute)
+            learner.run_step(StepInfo(batch, machine, batch * size, self.steps * batch * size, 1 << 62), compute)
             self.steps += 1
 
         return step
 
     def barrier(self) -> None:
-        self.place.net.start_mean(torch.zeros(1)).wait() if self.place.size > 1 else None
+        self.context.comm.all_reduce_mean(torch.zeros(1)).wait() if self.context.size > 1 else None
 
     def vector(self) -> torch.Tensor:
         """The weights as they are now."""
@@ -211,7 +211,7 @@ class Timing:
 
 
 def contest(
-    place: DistributedContext,
+    context: DistributedContext,
     entries: Sequence[Competitor],
     task: Task,
     batch: int,
@@ -222,26 +222,26 @@ def contest(
 ) -> dict[str, dict[str, float]]:
     """One round: all contestants stand ready in this process and take turns of seconds / turns, forwards and backwards.
 
-    Returns this learner's figures by contestant. Neighbours on a shared machine come and go within seconds; turns let
+    Returns this learner's metrics by contestant. Neighbours on a shared machine come and go within seconds; turns let
     everybody have the same share of them."""
     torch.set_num_threads(1)
     runners = []
     try:
         for number, entry in enumerate(entries):
-            runners.append(Runner(entry, own_place(place, number, wire), task, batch, slow, lr=0.01, momentum=0.9))
+            runners.append(Runner(entry, own_place(context, number, wire), task, batch, slow, lr=0.01, momentum=0.9))
         laps = [Timing() for _ in runners]
         steps = [warm(runner, seconds / turns) for runner in runners]
         for turn in range(turns):
             order = range(len(runners)) if turn % 2 == 0 else reversed(range(len(runners)))
             for number in order:
                 run_turn(runners[number], laps[number], seconds / turns, steps[number])
-        return {runner.entry.name: figures(runner, lap) for runner, lap in zip(runners, laps, strict=True)}
+        return {runner.entry.name: metrics(runner, lap) for runner, lap in zip(runners, laps, strict=True)}
     finally:
         for runner in reversed(runners):
             runner.close()
         leave_torch()
         for runner in runners:
-            runner.place.close()
+            runner.context.close()
 
 
 def leave_torch() -> None:
@@ -250,11 +250,11 @@ def leave_torch() -> None:
         dist.destroy_process_group()
 
 
-def own_place(place: DistributedContext, number: int, wire: str) -> DistributedContext:
+def own_place(context: DistributedContext, number: int, wire: str) -> DistributedContext:
     """A place of its own for each contestant, so that their keys and groups do not meet."""
-    store: Any = place.net.store
+    store: Any = context.comm.store
     return create_context(
-        store.under(f"contestant/{number}/"), place.rank, place.size, "here", wire=wire, host="127.0.0.1", timeout_s=120.0,
+        store.under(f"contestant/{number}/"), context.rank, context.size, "here", wire=wire, host="127.0.0.1", timeout_s=120.0,
         device=torch.device("cpu"), machines=0, digest={},
     )  # fmt: skip
 
@@ -269,8 +269,8 @@ def warm(runner: Runner, seconds: float) -> int:
     for _ in range(WARM_STEPS):
         runner.step()
     pace = torch.tensor([(time.perf_counter() - began) / WARM_STEPS])
-    if runner.place.size > 1:
-        pace = runner.place.net.start_mean(pace).wait()
+    if runner.context.size > 1:
+        pace = runner.context.comm.all_reduce_mean(pace).wait()
     return max(4, round(seconds / float(pace)) // 4 * 4)
 
 
@@ -289,13 +289,13 @@ def run_turn(runner: Runner, lap: Timing, seconds: float, steps: int) -> None:
     runner.barrier()
 
 
-def figures(runner: Runner, lap: Timing) -> dict[str, float]:
+def metrics(runner: Runner, lap: Timing) -> dict[str, float]:
     found = {"samples_per_s": lap.steps * runner.batch / lap.seconds, "cpu_s": lap.cpu_s, "steps": float(lap.steps)}
     runner.finish()
     if runner.learner is not None:
         runner.learner.recorder.record()
         total = runner.learner.recorder.total
-        found["meetings"] = float(total["meetings"])
-        found["meetings_per_gradient"] = total["meetings"] / max(total["steps"], 1)
+        found["exchanges"] = float(total["exchanges"])
+        found["meetings_per_gradient"] = total["exchanges"] / max(total["steps"], 1)
     runner.barrier()
     return found

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(go_through(Path(args.go_through))))
         return 0
     if args.recipe and not args.run:
-        raise UsageError("RECIPE without RUN", where="command line", do="give both, or none")
+        raise UsageError("RECIPE without RUN", where="command line", hint="give both, or none")
     if args.quick:
         args.blocks, args.epochs, args.repeats = 8, 0.1, 2
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -169,7 +169,7 @@ def waiting(args: argparse.Namespace) -> dict[str, Any]:
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if ended.returncode:
             raise RoundelayError(
-                f"training ended with exit code {ended.returncode}", where=str(work.run), do="see the lines above"
+                f"training ended with exit code {ended.returncode}", where=str(work.run), hint="see the lines above"
             )
         found = json.loads(ended.stdout.splitlines()[-1])
         ranks = list(found["ranks"].values()) or [found]

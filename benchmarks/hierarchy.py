@@ -1,6 +1,6 @@
 """roundelay bench network --hierarchy: what machines with several learners send, and how soon they are at a loss.
 
-hierarchical   hierarchical(adpsgd): a machine is one worker; one model per machine and meeting crosses the network
+hierarchical   hierarchical(adpsgd): a machine is one worker; one model per machine and exchange crosses the network
 flat           adpsgd on one ring of all learners, in the order of their machines
 Both get the same task, global batch, sample budget and rates, on cables of 200 Mbit/s: the model of the main benchmark, which
 takes longer to send than a step to compute.
@@ -76,7 +76,7 @@ def measure(case: str, say: Say, quick: bool) -> list[dict[str, Any]]:
 
 
 def row(crew: NetnsCluster, entry: Competitor, case: str, runs: Sequence[TimeToLossResult], target: float) -> dict[str, Any]:
-    """The figures of a contestant at its best rate: the run of median seconds."""
+    """The metrics of a contestant at its best rate: the run of median seconds."""
     best = sorted(runs, key=lambda run: run.seconds_to_loss or float("inf"))[(len(runs) - 1) // 2]
     found: dict[str, Any] = {"contestant": entry.name, "case": case, "batch": BATCH, "rate": best.rate}
     if best.failure:
@@ -134,7 +134,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     lines = [
-        "| machines | contestant | rate | seconds to the loss | models per machine and meeting | MB per gradient "
+        "| machines | contestant | rate | seconds to the loss | models per machine and exchange | MB per gradient "
         "| CPU s per gradient | CPU s to the loss | samples/s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

@@ -162,7 +162,7 @@ def job(order: dict[str, Any]) -> int:
     for claim in StaticSharding(dealt):
         made = examples.batch(claim.epoch, claim.start, claim.stop) if claim.stop > claim.start else None
         tensors = None if made is None else (torch.from_numpy(made.x), torch.from_numpy(made.y))
-        loaded.append((claim.share.position, tensors))
+        loaded.append((claim.step_info.position, tensors))
         position = claim.span[1]
         if len(loaded) == order["steps"]:
             break

@@ -31,7 +31,7 @@ PER_LEARNER = {1: 64, 4: 16, 20: 4}
 ETHERNET = Cluster(
     name="ethernet",
     about="one learner per machine, 1 Gbit/s; a model of the size of the published one would take 1.4 s to send",
-    learner=ComputeModel(seconds_per_sample=1e-3, scatter=SpeedModel("jitter", 0.1)),
+    learner=ComputeModel(seconds_per_sample=1e-3, jitter=SpeedModel("gaussian", 0.1)),
     link=LinkModels(between=LinkModel(1.0, 100.0)),
 )
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     fixed = FIXED[::3] if args.quick else FIXED
     epochs = 1.0 if args.quick else EPOCHS
     if not set(sizes) <= set(PER_LEARNER) - {1}:
-        raise UsageError(f"--learners {args.learners}", where="bench ksteps", do="choose among 4 and 20")
+        raise UsageError(f"--learners {args.learners}", where="bench ksteps", hint="choose among 4 and 20")
     found = table(sizes, fixed, epochs, 1 if args.quick else args.seeds)
     print(json.dumps(found) if args.json else show(found))
     return 0

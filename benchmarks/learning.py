@@ -100,7 +100,7 @@ def batches(size: int) -> list[int]:
     return [GLOBAL_BATCH * (r + 1) // size - GLOBAL_BATCH * r // size for r in range(size)]
 
 
-def learn(place: DistributedContext, who: Contestant, rate: float, seed: int) -> float:
+def learn(context: DistributedContext, who: Contestant, rate: float, seed: int) -> float:
     """The held-out loss that a contestant ends with."""
     settings = dict(who.settings)
     options = EngineConfig(
@@ -112,9 +112,9 @@ def learn(place: DistributedContext, who: Contestant, rate: float, seed: int) ->
         warmup_epochs=0.05 * who.epochs,
         log_every_s=60.0,
     )
-    plan = RunConfig(epochs=who.epochs, batch=batches(place.size), lr=rate, momentum=0.9, progress="none")
-    result = train(SyntheticFrames(seed=seed), place, options, plan)
-    return float(result["figures"]["loss"]) if "figures" in result else float("nan")
+    plan = RunConfig(epochs=who.epochs, batch=batches(context.size), lr=rate, momentum=0.9, progress="none")
+    result = train(SyntheticFrames(seed=seed), context, options, plan)
+    return float(result["metrics"]["loss"]) if "metrics" in result else float("nan")
 
 
 def run_all(pool: ProcessPool, name: str, size: int, seeds: int, epochs: float) -> dict[str, Any]:

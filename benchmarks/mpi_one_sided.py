@@ -31,31 +31,31 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=15)
     args = p.parse_args()
     torch.set_num_threads(1)
-    place = context_from_env(wire="mpi", host="auto", timeout_s=120, device="cpu", machines=0, digest={})
-    net: Any = place.net
-    assert isinstance(net, MpiCommunicator)
+    context = context_from_env(wire="mpi", host="auto", timeout_s=120, device="cpu", machines=0, digest={})
+    comm: Any = context.comm
+    assert isinstance(comm, MpiCommunicator)
     found: dict[str, dict[str, float]] = {}
     for size in SIZES:
-        found |= by_agent(place.rank, net, torch.randn(size), args.idle, args.repeats)
-        found |= by_window(place.rank, net, np.random.randn(size).astype(np.float32), args.idle, args.repeats)
-    if place.rank == 0:
+        found |= by_agent(context.rank, comm, torch.randn(size), args.idle, args.repeats)
+        found |= by_window(context.rank, comm, np.random.randn(size).astype(np.float32), args.idle, args.repeats)
+    if context.rank == 0:
         print(json.dumps(found), flush=True)
-    net.start_mean(torch.zeros(1)).wait()
-    place.close()
+    comm.all_reduce_mean(torch.zeros(1)).wait()
+    context.close()
 
 
-def by_agent(rank: int, net: MpiCommunicator, x: torch.Tensor, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
-    part = net.part([0, 1], f"size-{len(x)}")
+def by_agent(rank: int, comm: MpiCommunicator, x: torch.Tensor, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
+    part = comm.new_group([0, 1], f"size-{len(x)}")
     assert part is not None
     part.publish(x)
     out = torch.empty_like(x)
     verbs = {"get": lambda: part.get(1, out), "add": lambda: part.add(1, x)}
-    found = measured(rank, net, f"agent {len(x)}", verbs, idle, repeats)
+    found = measured(rank, comm, f"agent {len(x)}", verbs, idle, repeats)
     part.close()
     return found
 
 
-def by_window(rank: int, net: MpiCommunicator, x: np.ndarray, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
+def by_window(rank: int, comm: MpiCommunicator, x: np.ndarray, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
     """The same on a window, called by the thread that needs the answer, while a thread of the owner lets MPI move on."""
     mpi = mpi_runtime().mpi
     window = mpi.Win.Create(x, disp_unit=x.itemsize, comm=mpi_runtime().comm)
@@ -78,17 +78,17 @@ def by_window(rank: int, net: MpiCommunicator, x: np.ndarray, idle: bool, repeat
         window.Accumulate(x, 1, op=mpi.SUM)
         window.Unlock(1)
 
-    found = measured(rank, net, f"window {len(x)}", {"get": get, "add": add}, idle, repeats)
+    found = measured(rank, comm, f"window {len(x)}", {"get": get, "add": add}, idle, repeats)
     done.set()
-    net.start_mean(torch.zeros(1)).wait()
+    comm.all_reduce_mean(torch.zeros(1)).wait()
     window.Free()
     return found
 
 
 def measured(
-    rank: int, net: MpiCommunicator, name: str, verbs: dict[str, Callable[[], Any]], idle: bool, repeats: int
+    rank: int, comm: MpiCommunicator, name: str, verbs: dict[str, Callable[[], Any]], idle: bool, repeats: int
 ) -> dict[str, dict[str, float]]:
-    net.start_mean(torch.zeros(1)).wait()
+    comm.all_reduce_mean(torch.zeros(1)).wait()
     found: dict[str, float] = {}
     if rank == 0:
         for verb, call in verbs.items():
@@ -98,13 +98,13 @@ def measured(
                 call()
                 times.append(time.perf_counter() - began)
             found[verb] = round(statistics.median(times[1:]), 6)
-        net.store.set(f"measured/{name}", "1")
+        comm.store.set(f"measured/{name}", "1")
     else:
         a = torch.randn(256, 256)
-        while net.store.get(f"measured/{name}") is None:
+        while comm.store.get(f"measured/{name}") is None:
             for _ in range(20):
                 time.sleep(0.001) if idle else a.mm(a)
-    net.start_mean(torch.zeros(1)).wait()
+    comm.all_reduce_mean(torch.zeros(1)).wait()
     return {name: found} if rank == 0 else {}
 
 

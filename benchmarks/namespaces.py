@@ -37,10 +37,10 @@ def check() -> None:
     """Says what is missing to make machines here."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise UsageError(f"the command '{tool}' is not installed", where="bench network", do="install iproute2")
+            raise UsageError(f"the command '{tool}' is not installed", where="bench network", hint="install iproute2")
     if os.geteuid() != 0:
         raise UsageError(
-            "only root may make network namespaces", where="bench network", do="run it with sudo, or as root in a container"
+            "only root may make network namespaces", where="bench network", hint="run it with sudo, or as root in a container"
         )
 
 
@@ -51,7 +51,7 @@ def run(*command: str) -> str:
         raise UsageError(
             f"'{' '.join(command)}' failed: {done.stderr.strip() or done.stdout.strip()}",
             where="bench network",
-            do="the kernel must allow network namespaces, veth, bridges and the tbf queue (in a container: --privileged)",
+            hint="the kernel must allow network namespaces, veth, bridges and the tbf queue (in a container: --privileged)",
         )
     return done.stdout
 

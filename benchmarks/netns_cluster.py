@@ -79,7 +79,7 @@ class NetnsCluster:
         }
 
     def all(self, what: str, timeout_s: float, **job: Any) -> list[dict[str, Any]]:
-        """All members do a job together; their figures, by rank."""
+        """All members do a job together; their metrics, by rank."""
         number = next(self._numbers)
         return self.ask({rank: {"job": what, "number": number, **job} for rank in range(self.size)}, timeout_s)
 

@@ -1,7 +1,7 @@
 """One learner of `roundelay bench network`: a process on a host of its own that takes jobs, one JSON line each.
 
 train      runs a contestant and takes a picture of its weights every so often, with the time
-costs      seconds of one meeting and one mean, for `roundelay bench overhead --link`
+costs      seconds of one exchange and one mean, for `roundelay bench overhead --link`
 evaluate   held-out loss of the mean of several learners' pictures: this member's share of the held-out set
 Pictures lie in memory that all members see, whatever their network is like, so judging costs the run nothing.
 """
@@ -163,51 +163,51 @@ class NetnsWorker:
             return {"failure": str(error)}
 
     def _run(self, entry: Competitor, number: int, lr: float, momentum: float, batch: int, samples: int) -> dict[str, Any]:
-        place = single_process_context("cpu") if entry.strategy == "single" else self.place(number)
+        context = single_process_context("cpu") if entry.strategy == "single" else self.assign_(number)
         if entry.ours:
-            return self._ours(entry, place, RunConfig(
+            return self._ours(entry, context, RunConfig(
                 epochs=samples / self.task.samples, batch=batch, lr=lr, momentum=momentum, evaluate=False, progress="none"
             ))  # fmt: skip
-        return self._torchs(entry, place, lr, momentum, batch, samples)
+        return self._torchs(entry, context, lr, momentum, batch, samples)
 
-    def _ours(self, entry: Competitor, place: DistributedContext, plan: RunConfig) -> dict[str, Any]:
+    def _ours(self, entry: Competitor, context: DistributedContext, plan: RunConfig) -> dict[str, Any]:
         """One of our strategies, in the loop that `roundelay train` runs."""
         task, album, run = Clocked(self.task), self.album(), Watched()
 
         def on_step(learner: Learner) -> None:
             worker = learner.worker
-            run.learner, run.samples = learner, run.samples + worker.share.own
+            run.learner, run.samples = learner, run.samples + worker.step_info.local_samples
             run.ended, run.cpu = time.perf_counter(), cpu_seconds()
-            if worker.leads and album.due(run.ended):
-                with worker.published.locked() if worker.published is not None else nullcontext():
+            if worker.is_node_leader and album.due(run.ended):
+                with worker.shared_weights.locked() if worker.shared_weights is not None else nullcontext():
                     album.take(worker.w, run.samples, run.ended)
 
         options = EngineConfig(strategy=entry.strategy, host=self.host, timeout_s=TIMEOUT_S, **dict(entry.options))
-        summary = train(task, place, options, replace(plan, on_step=on_step))
-        if run.learner is not None and run.learner.worker.leads:
+        summary = train(task, context, options, replace(plan, on_step=on_step))
+        if run.learner is not None and run.learner.worker.is_node_leader:
             album.take(run.learner.flat.phi, run.samples, run.ended)  # by now the mean of all
-        meetings = run.learner.worker.meetings if run.learner is not None else None
-        kept = ("steps", "meetings", "bytes", "waiting_s", "own_s", "staleness_mean")
+        exchanges = run.learner.worker.gossip_handle if run.learner is not None else None
+        kept = ("steps", "exchanges", "bytes", "waiting_s", "own_s", "staleness_mean")
         return {
             "began": task.began,
             "ended": run.ended,
             "cpu_s": run.cpu - task.cpu,
             "samples": run.samples,
             "pictures": [asdict(picture) for picture in album.pictures],
-            "rounds": meetings.rounds if meetings is not None else 0,
+            "rounds": gossip_handle.rounds if gossip_handle is not None else 0,
             **{key: summary.get(key, 0) for key in kept},
         }
 
     def _torchs(
-        self, entry: Competitor, place: DistributedContext, lr: float, momentum: float, batch: int, samples: int
+        self, entry: Competitor, context: DistributedContext, lr: float, momentum: float, batch: int, samples: int
     ) -> dict[str, Any]:
         """One of torch's own, for the same samples in the same order."""
         album = self.album()
-        runner = Runner(entry, place, self.task, batch, "", lr, momentum)
+        runner = Runner(entry, context, self.task, batch, "", lr, momentum)
         try:
             runner.barrier()
             began, cpu = time.perf_counter(), cpu_seconds()
-            steps = samples // (batch * place.size)
+            steps = samples // (batch * context.size)
             for step in range(steps):
                 runner.step()
                 now = time.perf_counter()
@@ -218,7 +218,7 @@ class NetnsWorker:
         finally:
             runner.close()
             leave_torch()
-            place.close()
+            context.close()
         return {
             "began": began,
             "ended": now,
@@ -229,38 +229,38 @@ class NetnsWorker:
         }
 
     def costs(self, number: int, parameters: int, repeats: int) -> dict[str, Any]:
-        """What a meeting and a mean cost between these machines."""
-        place = self.place(number)
+        """What a exchange and a mean cost between these machines."""
+        context = self.assign_(number)
         try:
-            return overhead.costs(place, parameters, repeats)
+            return overhead.costs(context, parameters, repeats)
         finally:
-            place.close()
+            context.close()
 
     def carry(self, number: int, parameters: int) -> dict[str, float]:
         """What a mean takes between these machines, for `roundelay bench calibrate`."""
         from benchmarks import calibrate
 
-        place = self.place(number)
+        context = self.assign_(number)
         try:
-            return calibrate.carry(place, parameters)
+            return calibrate.carry(context, parameters)
         finally:
-            place.close()
+            context.close()
 
     def pace(self, number: int, batch: int) -> dict[str, float]:
         """Seconds of a step of learners that compute side by side and say nothing."""
         from benchmarks import calibrate
 
-        place = self.place(number)
+        context = self.assign_(number)
         try:
-            return {"step_s": calibrate.free_steps(place, batch)}
+            return {"step_s": calibrate.free_steps(context, batch)}
         finally:
-            place.close()
+            context.close()
 
     def timed(self, number: int, strategy: str, batch: int, steps: int) -> dict[str, float]:
         """A run of the ordinary loop, only its times."""
         from benchmarks import calibrate
 
-        return calibrate.real_run(self.place(number), strategy, "", batch, steps)
+        return calibrate.real_run(self.assign_(number), strategy, "", batch, steps)
 
     def evaluate(self, pictures: Sequence[Sequence[int]], part: int, parts: int) -> tuple[float, float]:
         """Sum of losses and count, of this part of the held-out set, at the mean of pictures given as (rank, slot)."""

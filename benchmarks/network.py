@@ -40,7 +40,7 @@ ENTRIES = {
     "delay_by_one": Competitor("delay_by_one", "delay_by_one"),
     "dpsgd": Competitor("dpsgd", "dpsgd"),
     "adpsgd": Competitor("adpsgd", "adpsgd"),
-    "adpsgd_half": Competitor("adpsgd_half", "adpsgd", (("gradients_per_meeting", 2.0),)),
+    "adpsgd_half": Competitor("adpsgd_half", "adpsgd", (("steps_per_exchange", 2.0),)),
 }
 DEFAULT = ("ddp", "ddp_fp16", "ddp_accumulate", "kstep", "adpsgd", "adpsgd_half")
 
@@ -91,7 +91,7 @@ def chosen(text: str, known: dict[str, Any], what: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known:
-            raise UsageError(f"'{name}' is not among the {what}", where=f"--{what}", do=did_you_mean(name, known))
+            raise UsageError(f"'{name}' is not among the {what}", where=f"--{what}", hint=did_you_mean(name, known))
     return [name for name in known if name in names]
 
 

@@ -1,8 +1,8 @@
-"""roundelay bench overhead: what one meeting and one mean cost, beside what physics asks for.
+"""roundelay bench overhead: what one exchange and one mean cost, beside what physics asks for.
 
-copy        one plain memory copy of the model's bytes: the least that any meeting can cost
+copy        one plain memory copy of the model's bytes: the least that any exchange can cost
 send_recv   a bare gloo send and receive of the model's bytes, both ways at once: the least that a wire between machines costs
-meet        one meeting of two learners, from the gradient that makes it due to both having the average
+meet        one exchange of two learners, from the gradient that makes it due to both having the average
 mean        one global mean
 buffers     model-sized buffers a learner holds beyond weights, gradients and optimizer state, per strategy (measured)
 """
@@ -38,7 +38,7 @@ from roundelay.topology.resolver import SeededMatching
 
 SIZES = {"1M": 1_000_000, "10M": 10_000_000, "43M": 43_154_944}
 BURST = 8
-"""Meetings timed together, so that the clock's and the scheduler's grain does not count."""
+"""Exchanges timed together, so that the clock's and the scheduler's grain does not count."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,34 +98,34 @@ def timed(what: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def costs(place: DistributedContext, parameters: int, repeats: int) -> dict[str, Any]:
+def costs(context: DistributedContext, parameters: int, repeats: int) -> dict[str, Any]:
     """Seconds of each operation, interleaved; as rank 0 sees them."""
-    net: Any = place.net
-    assert isinstance(net, TorchCommunicator | MpiCommunicator)
+    comm: Any = context.comm
+    assert isinstance(comm, TorchCommunicator | MpiCommunicator)
     x, y = torch.randn(parameters), torch.zeros(parameters)
-    published = net.publish(x)
-    meetings = net.gossip(published, SeededMatching("ring", 2, 0), 1.0)
-    bare: Any = gloo(net.store, "bare", place.rank, 2, getattr(net, "host", "127.0.0.1"), 120.0)
+    published = comm.publish(x)
+    exchanges = comm.gossip(published, SeededMatching("ring", 2, 0), 1.0)
+    bare: Any = gloo(comm.store, "bare", context.rank, 2, getattr(comm, "host", "127.0.0.1"), 120.0)
     small = torch.zeros(1)
     seen: dict[str, list[float]] = {"copy_s": [], "send_recv_s": [], "meet_s": [], "mean_s": []}
     met = 0
 
     def send_and_receive() -> None:
-        receiving, sending = bare.recv([y], 1 - place.rank, 0), bare.send([x], 1 - place.rank, 0)
+        receiving, sending = bare.recv([y], 1 - context.rank, 0), bare.send([x], 1 - context.rank, 0)
         sending.wait()
         receiving.wait()
 
     def meet() -> None:
         nonlocal met
         goal = met + BURST
-        if place.rank == 0:
+        if context.rank == 0:
             for _ in range(BURST):
-                meetings.credit()
-        while meetings.agent._met < goal:
+                gossip_handle.notify_step()
+        while gossip_handle.agent._met < goal:
             time.sleep(0.0005)
         met = goal
 
-    while meetings.agent._met < 1:  # the opening meeting
+    while gossip_handle.agent._met < 1:  # the opening exchange
         time.sleep(0.001)
     met = 1
     for number in range(repeats + 1):
@@ -133,17 +133,17 @@ def costs(place: DistributedContext, parameters: int, repeats: int) -> dict[str,
             ("copy_s", lambda: y.copy_(x), 1),
             ("send_recv_s", send_and_receive, 1),
             ("meet_s", meet, BURST),
-            ("mean_s", lambda: net.start_mean(x).wait(), 1),
+            ("mean_s", lambda: comm.all_reduce_mean(x).wait(), 1),
         ):
-            net.start_mean(small).wait()
-            took = timed(what) / count if name != "copy_s" or place.rank == 0 else 0.0
-            net.start_mean(small).wait()
+            comm.all_reduce_mean(small).wait()
+            took = timed(what) / count if name != "copy_s" or context.rank == 0 else 0.0
+            comm.all_reduce_mean(small).wait()
             if number:
                 seen[name].append(took)
-    meetings.finish()
+    gossip_handle.finish()
     found: dict[str, Any] = {name: round(statistics.median(values), 6) for name, values in seen.items()}
     found |= {name.replace("_s", "_range_s"): [round(min(v), 6), round(max(v), 6)] for name, v in seen.items()}
-    if place.rank == 0:
+    if context.rank == 0:
         found["meet_over_copy"] = round(
             statistics.median(m / c for m, c in zip(seen["meet_s"], seen["copy_s"], strict=True)), 3
         )
@@ -167,7 +167,7 @@ def count_buffers() -> dict[str, float]:
     return {name: round((peak - peaks[""]) / (4 * BIG), 2) for name, peak in peaks.items() if name}
 
 
-def peak_memory(place: DistributedContext, strategy: str) -> float:
+def peak_memory(context: DistributedContext, strategy: str) -> float:
     """The highest resident memory, in bytes, of a few steps of a model of 10 million parameters."""
     module = torch.nn.Linear(10_000, 1_000, bias=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
@@ -186,10 +186,10 @@ def peak_memory(place: DistributedContext, strategy: str) -> float:
             compute()
             optimizer.step()
     else:
-        learner = Learner(place, module, optimizer, EngineConfig(strategy=strategy, strategy_options={}))
+        learner = Learner(context, module, optimizer, EngineConfig(strategy=strategy, strategy_options={}))
         learner.start()
         for k in range(12):
-            learner.advance(StepInfo(2, 2 * len(learner.machine), 4, 4 * k, 1 << 40), compute)
+            learner.run_step(StepInfo(2, 2 * len(learner.machine), 4, 4 * k, 1 << 40), compute)
         peak = high_water()
         learner.finish()
         learner.close()

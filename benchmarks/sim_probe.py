@@ -48,15 +48,15 @@ class Watch:
 
     def __call__(self, learner: Learner) -> None:
         self.learners[learner.rank] = learner
-        turns = learner.strategy.traits.claims == "turn"
+        turns = learner.strategy.traits.sharding == "static"
         reached = min(one.position for one in self.learners.values()) if turns else learner.position
         if reached >= self._next:
             self._next = (learner.position // self.every + 1) * self.every
-            self._see(learner.place.host.clock(), learner.position, *self.mean())
+            self._see(learner.context.runtime.clock(), learner.position, *self.mean())
 
     def mean(self) -> tuple[Tensor, float]:
         """The mean model, and how far learners are from it in proportion."""
-        rows = torch.stack([one.worker.w for one in self.learners.values() if one.worker.leads])
+        rows = torch.stack([one.worker.w for one in self.learners.values() if one.worker.is_node_leader])
         mean = rows.mean(0)
         return mean, float((rows - mean).norm(dim=1).square().mean().sqrt() / (mean.norm() + 1e-12))
 
@@ -97,8 +97,8 @@ def learn(
     except DataError:  # the loss is not a number any more: that is a result
         return Learned(None, seen, 0, float("inf"))
     strategy: Any = innermost(next(iter(watch.learners.values())).strategy)
-    assert outcome.figures is not None
-    return Learned(outcome, seen, averages_of(strategy, outcome), outcome.figures["loss"])
+    assert outcome.metrics is not None
+    return Learned(outcome, seen, averages_of(strategy, outcome), outcome.metrics["loss"])
 
 
 def effective_rate(task: Any, judge: Flat, mean: Tensor, each: Sequence[Tensor]) -> float:

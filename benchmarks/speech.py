@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     names = [name.strip() for name in args.strategies.split(",")]
     for name in names:
         if name not in CONTESTANTS:
-            raise UsageError(f"'{name}' is not a contestant", where="--strategies", do=did_you_mean(name, CONTESTANTS))
+            raise UsageError(f"'{name}' is not a contestant", where="--strategies", hint=did_you_mean(name, CONTESTANTS))
     run, recipe = stages.aligned_run(args.run), recipe_config.load(args.recipe, args.overrides)
     work = PipelineContext(recipe, run, args.jobs, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
     found = compare(work, ["single", *(n for n in names if n != "single")], args.learners, args.seeds, args.epochs)

@@ -42,7 +42,7 @@ CLUSTER = Cluster(
     name="sixteen",
     about="16 machines with one learner each; sending the model takes a small part of a gradient",
     machines=(MachineGroup(SIZE, 1),),
-    learner=ComputeModel(seconds_per_sample=1e-3, scatter=SpeedModel("jitter", 0.05)),
+    learner=ComputeModel(seconds_per_sample=1e-3, jitter=SpeedModel("gaussian", 0.05)),
     link=LinkModels(between=LinkModel(10.0, 50.0)),
 )
 

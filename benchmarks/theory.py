@@ -104,9 +104,9 @@ def kept(task: Bumpy) -> tuple[Tensor, Tensor]:
 
 
 def cluster_of(size: int, even: bool = False) -> Cluster:
-    """Equal learners, with a little jitter or in step; meetings are short beside gradients."""
+    """Equal learners, with a little jitter or in step; exchanges are short beside gradients."""
     made = replace(PLAIN, machines=(MachineGroup(1, size),))
-    return replace(made, learner=replace(made.learner, scatter=SpeedModel("constant"))) if even else made
+    return replace(made, learner=replace(made.learner, jitter=SpeedModel("constant"))) if even else made
 
 
 def gradient_norm(strategy: str, ring: str, rounds: int, size: int, seed: int) -> float:
@@ -180,14 +180,18 @@ def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list
         if learner.rank not in learners:
             start = torch.from_numpy(np.random.default_rng([seed, learner.rank]).standard_normal(worker.w.numel()))
             learners[learner.rank] = learner
-            worker.place(start)
+            worker.assign_(start)
             return
         if len(learners) == size and learner.rank == 0:
             all_w = torch.stack([one.worker.w for one in learners.values()])
-            if worker.published is None:
+            if worker.shared_weights is None:
                 done = float(worker.k)
-            else:  # every write that is neither a step nor the placing above is a meeting
-                writes = [one.worker.published.version - one.worker.k - 1 for one in learners.values() if one.worker.published]
+            else:  # every write that is neither a step nor the placing above is a exchange
+                writes = [
+                    one.worker.shared_weights.version - one.worker.k - 1
+                    for one in learners.values()
+                    if one.worker.shared_weights
+                ]
                 done = sum(writes) / size
             seen.append((done, float((all_w - all_w.mean(0)).square().sum())))
 
@@ -225,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
     unknown = [n for n in names if n not in CONTESTANTS]
     if unknown:
         raise UsageError(
-            f"there is no contestant '{unknown[0]}'", where="bench theory", do=did_you_mean(unknown[0], CONTESTANTS)
+            f"there is no contestant '{unknown[0]}'", where="bench theory", hint=did_you_mean(unknown[0], CONTESTANTS)
         )
     if args.quick:
         found = table(names[:2], ROUNDS[:2], LEARNERS[:2], 1, sizes[:1])

@@ -28,7 +28,7 @@ ENTRIES: dict[str, Competitor] = {name: Competitor(name) for name in ("ceiling",
     if name != "single"
 }
 ENTRIES["alone"] = Competitor("alone", "single")
-ENTRIES["adpsgd_half"] = Competitor("adpsgd_half", "adpsgd", (("gradients_per_meeting", 2.0),))
+ENTRIES["adpsgd_half"] = Competitor("adpsgd_half", "adpsgd", (("steps_per_exchange", 2.0),))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def chosen(text: str, known: dict[str, Any], what: str) -> list[str]:
     names = [n.strip() for n in text.split(",") if n.strip() and n.strip() != "ceiling"]
     for name in names:
         if name not in known:
-            raise UsageError(f"'{name}' is not among the {what}", where=f"--{what}", do=did_you_mean(name, known))
+            raise UsageError(f"'{name}' is not among the {what}", where=f"--{what}", hint=did_you_mean(name, known))
     return names
 
 
@@ -81,10 +81,10 @@ def measure(pool: ProcessPool, names: list[str], batch: int, case: str, rounds: 
         limit = 120 + 3 * seconds * len(names)
         learners = pool.run(contest, entries, Blstm(), batch, CASES[case], seconds, pool.wire, size=2, timeout_s=limit)
         for name in names:
-            own = [figures[name] for figures in learners]
+            own = [metrics[name] for metrics in learners]
             rate, steps = sum(x["samples_per_s"] for x in own), sum(x["steps"] for x in own)
             found = {"rate": rate, "cpu": sum(x["cpu_s"] for x in own) / steps, "slow": own[1]["samples_per_s"]}
-            if "meetings" in own[0]:
+            if "exchanges" in own[0]:
                 found["met"] = min(x["meetings_per_gradient"] for x in own)
             seen[name].append(found)
             ceiling = seen["ceiling"][number]
@@ -124,7 +124,9 @@ def summary(name: str, seen: dict[str, list[dict[str, float]]], batch: int, case
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = ["| contestant | batch | case | ÷ ceiling (range) | CPU ÷ ceiling | meetings per gradient | slow learner's share |"]
+    lines = [
+        "| contestant | batch | case | ÷ ceiling (range) | CPU ÷ ceiling | exchanges per gradient | slow learner's share |"
+    ]
     lines.append("|---|---|---|---|---|---|---|")
     for r in results:
         lines.append(

@@ -45,6 +45,6 @@ class Spirals:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as run:
-        figures = roundelay.fit(Spirals(), strategy="adpsgd", epochs=6, batch=16, lr=0.1, run=run, schedule="cosine")
-        if figures["rank"] == 0:
-            print("held-out:", figures["figures"])
+        metrics = roundelay.fit(Spirals(), strategy="adpsgd", epochs=6, batch=16, lr=0.1, run=run, schedule="cosine")
+        if metrics["rank"] == 0:
+            print("held-out:", metrics["metrics"])

@@ -30,25 +30,25 @@ class Elastic:
     equation: ClassVar[str] = "every tau steps: d_i = a (w_i - c), w_i <- w_i - d_i, c <- c + L mean_i d_i"
     saved: ClassVar[tuple[str, ...]] = ("c", "since")
     traits: ClassVar[Traits] = Traits(
-        claims="turn",  # everybody comes to the same mean
+        sharding="static",  # everybody comes to the same mean
         deterministic=True,
         conserves_mean=False,  # what the learners lose, the centre gains
         contracts=True,
         survives_death=False,
-        state_rule="keep",
-        published=False,  # nobody reaches into w in the background
+        optimizer_state="keep",
+        shares_weights=False,  # nobody reaches into w in the background
     )
 
     def start(self, me: Worker) -> None:
         self.c, self.since = me.w.clone(), 0
 
     def step(self, me: Worker) -> None:
-        me.move(-me.delta(me.grad()))
+        me.add_(-me.delta(me.grad()))
         self.since += 1
         if self.since >= self.tau and me.size > 1:
             a = self.beta / me.size
             d = a * (me.w - self.c)
-            me.move(-d)
+            me.add_(-d)
             self.c = self.c + me.size * me.mean(d)
             self.since = 0
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/own_loader.py
 
 `until_all_done` lets loaders end at different times. With a strategy that waits for everybody, as here, a learner whose
-loader has ended joins the others' steps with weight 0; with adpsgd its agent goes on meeting the others'. Nobody hangs.
+loader has ended joins the others' steps with weight 0; with adpsgd its agent goes on exchange the others'. Nobody hangs.
 """
 
 import torch

@@ -24,8 +24,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "hierarchical(kstep)": {},
     "hierarchical(sync)": {},
     "kstep adaptive": {"adaptive": True, "K": 2, "calibrate": 2},
-    "kstep race": {"claims": "race", "K": 2},
-    "bmuf race": {"claims": "race", "K": 2},
+    "kstep race": {"sharding": "dynamic", "K": 2},
+    "bmuf race": {"sharding": "dynamic", "K": 2},
     "delay_by_one gradient": {"form": "gradient"},
 }
 """Every strategy as it comes, and settings that make another algorithm of it."""

@@ -52,7 +52,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(settings: list[str], number
 @pytest.mark.dist
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "strategy", [["strategy=adpsgd"], ["strategy=kstep", "strategy_options.K=12", "strategy_options.claims=race"]]
+    "strategy", [["strategy=adpsgd"], ["strategy=kstep", "strategy_options.K=12", "strategy_options.sharding=race"]]
 )
 def test_interrupted_racers_go_on_and_deal_every_sample_once(strategy: list[str], jobs: Jobs) -> None:
     settings = [*strategy, "learners=2", "epochs=2"]
@@ -73,7 +73,7 @@ def test_a_run_goes_on_with_another_number_of_learners(strategy: str, jobs: Jobs
     losses = []
     for epochs, learners in ((1, 2), (2, 3), (3, 2)):
         settings = [f"strategy={strategy}", f"learners={learners}", f"epochs={epochs}", "resume=auto", "--json"]
-        losses.append(jobs.train(*settings).end(60).expect(0).json["figures"]["loss"])
+        losses.append(jobs.train(*settings).end(60).expect(0).json["metrics"]["loss"])
         assert jobs.counts() == dict.fromkeys(range(120), epochs)
     assert losses[2] < losses[1] < losses[0]
 

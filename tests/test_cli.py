@@ -15,7 +15,7 @@ import roundelay
 from roundelay.cli.main import main
 
 NINE = ["single", "sync", "asgd", "kstep", "bmuf", "dpsgd", "adpsgd", "delay_by_one", "hierarchical"]
-TRAITS = {"claims", "deterministic", "conserves_mean", "contracts", "survives_death", "state_rule"}
+TRAITS = {"sharding", "deterministic", "conserves_mean", "contracts", "survives_death", "optimizer_state"}
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -210,8 +210,8 @@ def test_a_run_directory_with_checkpoints_is_not_overwritten(jobs: Jobs, capsys:
 
 def test_training_alone(jobs: Jobs) -> None:
     ended = jobs.train("strategy=single", "epochs=4", "save_every_epochs=1", "--json").end().expect(0)
-    figures = ended.json["figures"]
-    assert figures["loss"] < 0.8  # guessing gives log 3 = 1.1
+    metrics = ended.json["metrics"]
+    assert metrics["loss"] < 0.8  # guessing gives log 3 = 1.1
     assert jobs.counts() == dict.fromkeys(range(120), 4)
     assert [e["event"] for e in jobs.events()][-1] == "run"
     evaluations = jobs.events(kind="evaluation")
@@ -229,7 +229,7 @@ def test_training_alone(jobs: Jobs) -> None:
 def test_training_with_local_learners(strategy: str, wire: str, jobs: Jobs) -> None:
     name, *more = strategy.split()
     ended = jobs.train(f"strategy={name}", *more, f"wire={wire}", "learners=2", "epochs=2", "--json").end(90).expect(0)
-    assert ended.json["figures"]["loss"] < 1.0
+    assert ended.json["metrics"]["loss"] < 1.0
     assert set(ended.json["ranks"]) == {"0", "1"}
     assert jobs.counts() == dict.fromkeys(range(120), 2)
     assert {e["rank"] for e in jobs.events(kind="summary")} == {0, 1}
@@ -240,7 +240,7 @@ def test_training_in_threads(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> 
     file, run = jobs.task(trace=""), f"run={jobs.folder / 'run'}"
     code, out, _ = said(capsys, "train", file, run, "wire=inproc", "learners=3", "strategy=sync", "epochs=2", "--json")
     assert code == 0
-    assert json.loads(out)["figures"]["loss"] < 1.0
+    assert json.loads(out)["metrics"]["loss"] < 1.0
     assert {e["rank"] for e in jobs.events(kind="summary")} == {0, 1, 2}
 
 

@@ -1,4 +1,4 @@
-"""The documentation says what the code does: pages, settings, links and figures are compared with the source."""
+"""The documentation says what the code does: pages, settings, links and metrics are compared with the source."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_every_strategy_has_a_page_that_names_its_settings_and_traits(name: str)
         assert title in text
     if name != "hierarchical":  # it has those of the strategy between its machines
         row = text.splitlines()[-1]
-        assert row.split("|")[1].split()[0] == said["traits"]["claims"]
+        assert row.split("|")[1].split()[0] == said["traits"]["sharding"]
         assert ("no" if not said["traits"]["survives_death"] else "yes") in row.split("|")[5]
-        assert row.split("|")[6].strip().startswith(said["traits"]["state_rule"])
+        assert row.split("|")[6].strip().startswith(said["traits"]["optimizer_state"])
 
 
 def test_the_readme_lists_every_strategy() -> None:
@@ -89,7 +89,7 @@ def test_the_spread_that_mixing_leaves_is_computed_from_the_contraction() -> Non
     text = (ROOT / "docs" / "explanation" / "convergence.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
     assert len(rows) >= 5
-    for size, *figures in rows:
-        said = [tuple(figures[:2]), tuple(figures[2:])]
+    for size, *metrics in rows:
+        said = [tuple(metrics[:2]), tuple(metrics[2:])]
         found = [topology.contraction(name, int(size)) for name in ("ring", "random_ring")]
         assert said == [(f"{c:.3f}", f"{c / (1 - c):.1f}") for c in found]

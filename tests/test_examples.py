@@ -47,10 +47,10 @@ def test_join_any_module_alone(alone) -> None:
 @pytest.mark.dist
 def test_join_any_module_on_two_learners_shares_the_batches(jobs: Jobs) -> None:
     script = str(EXAMPLES / "join_any_module.py")
-    figures = said(jobs.start(TORCHRUN, "--standalone", "--nproc-per-node", "2", script).end(LIMIT_S).expect(0).out)
-    assert set(figures) == {0, 1}
-    assert sum(steps for _, steps, _ in figures.values()) == 12 * 188
-    assert figures[0][2] == figures[1][2] > 0.9, "both hold the same average model"
+    metrics = said(jobs.start(TORCHRUN, "--standalone", "--nproc-per-node", "2", script).end(LIMIT_S).expect(0).out)
+    assert set(metrics) == {0, 1}
+    assert sum(steps for _, steps, _ in metrics.values()) == 12 * 188
+    assert metrics[0][2] == metrics[1][2] > 0.9, "both hold the same average model"
 
 
 def test_own_loader_alone(alone) -> None:
@@ -62,10 +62,10 @@ def test_own_loader_alone(alone) -> None:
 @pytest.mark.dist
 def test_own_loader_on_two_learners_with_shards_of_unequal_size(jobs: Jobs) -> None:
     script = str(EXAMPLES / "own_loader.py")
-    figures = said(jobs.start(TORCHRUN, "--standalone", "--nproc-per-node", "2", script).end(LIMIT_S).expect(0).out)
+    metrics = said(jobs.start(TORCHRUN, "--standalone", "--nproc-per-node", "2", script).end(LIMIT_S).expect(0).out)
     # 2000 samples for one and 1000 for the other: both take 125 steps per epoch, the other the last 62 without a batch
-    assert {rank: steps for rank, (_, steps, _) in figures.items()} == {0: 8 * 125, 1: 8 * 125}
-    assert figures[0][2] == figures[1][2] > 0.9
+    assert {rank: steps for rank, (_, steps, _) in metrics.items()} == {0: 8 * 125, 1: 8 * 125}
+    assert metrics[0][2] == metrics[1][2] > 0.9
 
 
 def test_fit_a_task_alone(alone) -> None:
@@ -91,5 +91,5 @@ def test_my_strategy_by_name_on_the_command_line(jobs: Jobs) -> None:
         "train", "beside/spirals.toml", "strategy=my_strategy:Elastic", "strategy_options.tau=2", "learners=2", "run=run",
         "--json", timeout_s=LIMIT_S,
     ).expect(0)  # fmt: skip
-    assert done.json["figures"]["accuracy"] > 0.8
+    assert done.json["metrics"]["accuracy"] > 0.8
     assert {e["rank"] for e in jobs.events(kind="summary") if e["steps"] == 188} == {0, 1}

@@ -57,12 +57,12 @@ def test_gossip_goes_on_without_the_dead(rank: int, wire: str, jobs: Jobs) -> No
     interrupted = batches[rank].pop()
     by_the_living = jobs.counts()
     by_the_living.subtract(interrupted)
-    assert all(by_the_living[place] >= 2 for place in range(120))
+    assert all(by_the_living[context] >= 2 for place in range(120))
 
-    assert ended.json["figures"]["loss"] < 1.0
+    assert ended.json["metrics"]["loss"] < 1.0
     survivors = {e["rank"]: e for e in jobs.events(kind="summary")}
     assert set(survivors) == {0, 1, 2} - {rank}
-    assert all(e["meetings"] > 0 for e in survivors.values())
+    assert all(e["exchanges"] > 0 for e in survivors.values())
     assert (jobs.folder / "run" / "model.safetensors").exists()
     assert jobs.checkpoints()[-1] == "samples-000000000240"
 
@@ -76,7 +76,7 @@ def test_a_machine_that_lost_a_member_is_lost_and_the_others_go_on(jobs: Jobs) -
     assert {e["lost"] for e in jobs.events(kind="lost")} == {0, 1}
     assert {e["rank"] for e in jobs.events(kind="summary")} == {2}
     done = jobs.counts()
-    assert all(done[place] >= 2 for place in range(120))
+    assert all(done[context] >= 2 for place in range(120))
 
 
 @pytest.mark.timeout(150)

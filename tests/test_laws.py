@@ -1,4 +1,4 @@
-"""Laws of the wires: nothing is lost in a meeting, nobody waits for a neighbour, sums are sums."""
+"""Laws of the wires: nothing is lost in a exchange, nobody waits for a neighbour, sums are sums."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from roundelay.log.progress import Progress, ProgressRate, format_duration, wrap
 from roundelay.metrics import dashboard
 from roundelay.metrics.dashboard import RunTitle, aggregate, picture, plain
 
-WORDS = ("loss", "rate", "samples/s", "compute", "data", "staleness", "left", "slowest")
+WORDS = ("loss", "lr", "samples/s", "compute", "data", "staleness", "left", "slowest")
 
 
 def learner(rank: int, **more: object) -> dict[str, object]:
     return {
-        "rank": rank, "steps": 10, "samples": 160, "samples_per_s": 160.0, "loss": 1.5, "rate": 0.1, "elapsed_s": 1.0,
+        "rank": rank, "steps": 10, "samples": 160, "samples_per_s": 160.0, "loss": 1.5, "lr": 0.1, "elapsed_s": 1.0,
         "seconds": {"data": 0.05, "compute": 0.4 * (rank + 1), "comm": 0.1}, "staleness": {"0": 5, "2": 5}, **more,
     }  # fmt: skip
 
@@ -147,9 +147,9 @@ def test_the_picture_fits(width: int, learners: int) -> None:
     pace = ProgressRate()
     pace.at(0, 2_000_000, 0.0)
     pace.at(1_000_000, 2_000_000, 86_400.0)
-    figures = [learner(r, samples_per_s=123456.0, pair_distance=0.0123) for r in range(learners)]
+    metrics = [learner(r, samples_per_s=123456.0, pair_distance=0.0123) for r in range(learners)]
     out = io.StringIO()
-    drawn = picture(RunTitle("hierarchical(adpsgd), 12 learners", 900_000, 21.0, 0.21), pace, figures, "loss 1.2345", width)  # type: ignore[arg-type]
+    drawn = picture(RunTitle("hierarchical(adpsgd), 12 learners", 900_000, 21.0, 0.21), pace, metrics, "loss 1.2345", width)  # type: ignore[arg-type]
     Console(file=out, width=width, color_system=None).print(drawn)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width

@@ -1,4 +1,4 @@
-"""Matchings are matchings, learners that meet agree, and they agree as fast as the figures say."""
+"""Matchings are matchings, learners that meet agree, and they agree as fast as the metrics say."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_a_schedule_repeats_ignores_the_seed_and_is_fair(name: str, size: int) -
     assert period is not None
     played = [matching(name, r, size) for r in range(period)]
     assert [matching(name, r + period, size, seed=9) for r in range(period)] == played
-    meetings = {sum(partners[i] != i for partners in played) for i in range(size)}
-    assert len(meetings) == 1
+    exchanges = {sum(partners[i] != i for partners in played) for i in range(size)}
+    assert len(exchanges) == 1
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -157,7 +157,7 @@ def test_the_hypercube_agrees_exactly_in_log2_rounds(size: int) -> None:
     assert spread(w) == 0
 
 
-# ------------------------------------------------------------------------------------------------------ figures
+# ------------------------------------------------------------------------------------------------------ metrics
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -20,7 +20,7 @@ DARK = {
     "back": "#1e2427", "line": "#49535a", "text": "#e6ecea", "faint": "#a3aeb0",
     "on": "#0e1f1d", "gradient": "#4fb3a6", "move": "#bfe6e0", "wait": "#3a4348", "comm": "#f0a05a", "meet": "#b79cf0",
 }  # fmt: skip
-NAMES = {"gradient": "gradient", "move": "update", "wait": "waiting", "comm": "vectors travel", "meet": "meeting of two"}
+NAMES = {"gradient": "gradient", "move": "update", "wait": "waiting", "comm": "vectors travel", "meet": "exchange of two"}
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""Puts the recorded figures into the pages of the strategies, between two marks: `make docs` runs this, a test compares.
+"""Puts the recorded metrics into the pages of the strategies, between two marks: `make docs` runs this, a test compares.
 
-The figures are those of benchmarks/results/*.json and, for learning, of the table in docs/benchmarks.md.
+The metrics are those of benchmarks/results/*.json and, for learning, of the table in docs/benchmarks.md.
 
 python docs/_make/measured.py          rewrites docs/strategies/*.md
 """

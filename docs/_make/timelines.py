@@ -137,7 +137,7 @@ def delay_by_one() -> Picture:
 
 
 def hierarchical() -> Picture:
-    p = Picture("hierarchical(adpsgd): a mean inside each machine, meetings between their first learners", 14)
+    p = Picture("hierarchical(adpsgd): a mean inside each machine, exchanges between their first learners", 14)
     lanes = [p.lane(name) for name in ("A: rank 0", "A: rank 1", "B: rank 2", "B: rank 3")]
     for first, length in ((0, 2.2), (2, 3.1)):
         t = 0.0

@@ -15,13 +15,13 @@ class RoundelayError(Exception):
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str = "", do: str = "") -> None:
-        self.what, self.where, self.do = what, where, do
-        parts = [what]
+    def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
+        self.message, self.where, self.hint = message, where, hint
+        parts = [message]
         if where:
             parts.append(f"  where: {where}")
-        if do:
-            parts.append(f"  what to do: {do}")
+        if hint:
+            parts.append(f"  what to do: {hint}")
         super().__init__("\n".join(parts))
 
 

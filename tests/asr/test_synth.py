@@ -32,7 +32,7 @@ SMALL = SynthOptions(
     test_utterances=8,
     lm_sentences=400,
 )
-SENTENCE = ["turn", "on", "the", "light", "in", "the", "kitchen"]
+SENTENCE = ["static", "on", "the", "light", "in", "the", "kitchen"]
 
 
 @pytest.fixture(scope="module")

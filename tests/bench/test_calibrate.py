@@ -29,7 +29,7 @@ def test_a_written_file_reads_as_the_cluster_that_was_measured(link: dict[str, f
     assert made.learners == 2
     assert len(set(made.machine_names())) == (1 if link is None else 2)
     assert made.learner.seconds_per_sample == pytest.approx(0.004)
-    assert made.memory.meeting_gb_per_s == pytest.approx(8.0)  # 2 x 4 MB in 1 ms
+    assert made.memory.exchange_gb_per_s == pytest.approx(8.0)  # 2 x 4 MB in 1 ms
     if link is not None:
         assert made.link.between.gbit_per_s == pytest.approx(0.95)
 

@@ -68,16 +68,16 @@ def test_jobs_end_where_persistent_learners_end(script: Any, task: PackedTask, t
     assert found["iterations"] == -(-task.samples // (JOBS * BATCH * STEPS))
     # `ngsgd` keeps its factors over an average where a job forgets them: forgotten here, too, for this comparison
     options = EngineConfig(
-        strategy="kstep", strategy_options={"K": STEPS, "state": "forget"}, exact=True, schedule="cosine", warmup_epochs=0.2,
+        strategy="kstep", strategy_options={"K": STEPS, "state": "reset"}, exact=True, schedule="cosine", warmup_epochs=0.2,
         clip=1.0,
     )  # fmt: skip
 
-    def learn(place: DistributedContext) -> None:
+    def learn(context: DistributedContext) -> None:
         plan = RunConfig(
             epochs=1.0, batch=BATCH, lr=RATE, momentum=0.5, optimizer=optimizer, run=tmp_path / "run", evaluate=False,
             progress="none", save_every_epochs=100,
         )  # fmt: skip
-        train(task, place, options, plan)
+        train(task, context, options, plan)
 
     run_threads(learn, size=JOBS)
     jobs, learners = (load_file(str(tmp_path / p / "model.safetensors")) for p in ("out/final", "run"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roundelay.metrics.events import EventLog, read_events
 
-figures = st.dictionaries(
+metrics = st.dictionaries(
     st.text(min_size=1).filter(lambda k: k not in ("event", "time", "rank", "self")),
     st.one_of(st.integers(), st.floats(allow_nan=False), st.text(), st.booleans(), st.none(), st.lists(st.integers())),
     max_size=4,
@@ -25,7 +25,7 @@ def write(path: Path, rank: int, rows: list[dict]) -> None:
     log.close()
 
 
-@given(st.lists(figures, max_size=5))
+@given(st.lists(metrics, max_size=5))
 def test_events_come_back(tmp_path_factory, rows: list[dict]) -> None:
     path = tmp_path_factory.mktemp("run") / "events.jsonl"
     write(path, 3, rows)

@@ -22,12 +22,12 @@ class Counted(Update):
         super().__init__()
         self.value, self.times = value, []
 
-    def work_out(self) -> Tensor:
+    def compute(self) -> Tensor:
         self.times.append(1)
         return self.value
 
     def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
-        self.use_up()
+        self.consume()
         w.add_(self.gain * self.value)
 
 
@@ -76,7 +76,7 @@ def test_factors_stay_a_promise_and_d_runs_once(factors: list[float]) -> None:
 def test_a_displacement_that_went_into_w_cannot_be_used_again() -> None:
     d = Counted(A)
     w = torch.zeros(3)
-    (-d).move(w, w, True)
+    (-d).add_to(w, w, True)
     assert torch.equal(w, -A)
     with pytest.raises(RuntimeError, match="used again"):
         d.tensor()
@@ -87,7 +87,7 @@ def test_a_displaced_tensor_is_placed_without_being_made_and_is_a_tensor_to_whoe
     sum_ = B - d
     assert isinstance(sum_, UpdatedVector)
     assert not d.times
-    sum_.place(phi)
+    sum_.assign_to(phi)
     assert torch.equal(phi, B - A)
     assert torch.equal(sum_, B - A)
     assert torch.equal(2 * sum_ + A, 2 * (B - A) + A)

@@ -194,10 +194,10 @@ def test_an_altered_byte_is_found_and_its_shard_named(archive: Path, tmp_path: P
 
 def test_a_missing_shard_and_a_damaged_index_are_named(archive: Path, tmp_path: Path) -> None:
     folder = copied(archive, tmp_path)
-    shutil.move(folder / "shard-00000.bin", tmp_path / "away")
+    shutil.add_(folder / "shard-00000.bin", tmp_path / "away")
     with pytest.raises(DataError, match=r"shard-00000\.bin[\s\S]*missing"):
         Archive(folder)
-    shutil.move(tmp_path / "away", folder / "shard-00000.bin")
+    shutil.add_(tmp_path / "away", folder / "shard-00000.bin")
     table = bytearray((folder / "blocks.npy").read_bytes())
     table[-3] ^= 1
     (folder / "blocks.npy").write_bytes(table)

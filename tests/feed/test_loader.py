@@ -134,7 +134,7 @@ def test_an_error_comes_out_where_its_piece_would_have() -> None:
 def test_an_error_of_the_claims_is_raised_after_what_was_claimed() -> None:
     def claims() -> Iterator[int]:
         yield from range(3)
-        raise DataError("no more", where="claims")
+        raise DataError("no more", where="sharding")
 
     seen: list[int] = []
     with pytest.raises(DataError, match="no more"):
@@ -188,7 +188,7 @@ class Squares:
         if start == self.poison:
             os.kill(os.getpid(), signal.SIGKILL)
         if start == 90:
-            raise DataError("nothing there", where="place 90", do="look elsewhere")
+            raise DataError("nothing there", where="place 90", hint="look elsewhere")
         places = torch.arange(start, stop)
         return {"places": places, "squares": (places * places, epoch), "process": os.getpid()}
 

@@ -23,7 +23,7 @@ def runs(folder: Path, losses: dict[str, list[float]]) -> list[Path]:
     for strategy, values in losses.items():
         for seed, loss in enumerate(values):
             events = whole(2, 4 if strategy == "adpsgd" else 8)
-            events[-2]["figures"] = {"loss": loss}
+            events[-2]["metrics"] = {"loss": loss}
             made.append(write_run(folder / f"{strategy}-{seed}", events, settings=settings(strategy, seed)))
     return made
 

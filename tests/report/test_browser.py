@@ -1,4 +1,4 @@
-"""Pages of real runs in a real browser: they show, nothing complains, the figures hold the run's numbers."""
+"""Pages of real runs in a real browser: they show, nothing complains, the metrics hold the run's numbers."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def test_the_figures_hold_the_numbers_of_the_run(run: Path, browser: Browser) ->
     drawn = figure(browser, "held-out-loss")
     for place in {e["position"] for e in judged}:
         last = [e for e in judged if e["position"] == place][-1]
-        assert f"{number(last['figures']['loss'])} at {number(place, 3)} samples" in drawn
+        assert f"{number(last['metrics']['loss'])} at {number(place, 3)} samples" in drawn
     final = next(e for e in judged if e["final"])
     shown = browser.run("document.querySelector('[data-figure=summary]').innerText")
-    assert number(final["figures"]["loss"]) in shown
-    assert number(final["figures"]["accuracy"]) in shown
+    assert number(final["metrics"]["loss"]) in shown
+    assert number(final["metrics"]["accuracy"]) in shown
     counted = sum(n for e in events if e["event"] == "steps" for n in e["staleness"].values())
     stale = sum(e["staleness"].get("0", 0) for e in events if e["event"] == "steps")
     if stale:

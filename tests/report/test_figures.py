@@ -160,9 +160,9 @@ def test_64_learners_and_a_lost_one_make_a_page_of_sane_size(tmp_path: Path) -> 
 
 def test_a_page_has_every_figure_and_needs_nothing_else(tmp_path: Path) -> None:
     text = page([read_run(write_recipe(tmp_path / "r", whole(3)))])
-    figures = set(re.findall(r'data-figure="([\w-]+)"', text))
+    metrics = set(re.findall(r'data-figure="([\w-]+)"', text))
     wanted = {"summary", "wer", "train-loss", "held-out-loss", "held-out-accuracy", "rate-speed", "time-split", "staleness"}
-    assert figures >= wanted | {"consensus", "mixing", "details"}
+    assert metrics >= wanted | {"consensus", "mixing", "details"}
     assert "http" not in text.replace("http-equiv", "")
     assert "<script" not in text
     assert all(s in text for s in ("0.2345", "0.8765", "5.00", "0.1234", "torch 9.9.9", "roundelay train"))

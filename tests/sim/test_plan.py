@@ -1,4 +1,4 @@
-"""Plans: every strategy's figures, the recommendation, what a slow rank costs, and what is refused."""
+"""Plans: every strategy's metrics, the recommendation, what a slow rank costs, and what is refused."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ def slow_run(tmp_path: Path) -> Path:
     lines = []
     for rank in range(4):
         own = 30.0 if rank == 2 else 10.0
-        figures = {"samples": 1000, "steps": 100, "own_s": own, "waiting_s": 31.0 - own, "elapsed_s": 31.0}
-        lines.append(json.dumps({"event": "summary", "rank": rank, **figures}))
+        metrics = {"samples": 1000, "steps": 100, "own_s": own, "waiting_s": 31.0 - own, "elapsed_s": 31.0}
+        lines.append(json.dumps({"event": "summary", "rank": rank, **metrics}))
     (tmp_path / "events.jsonl").write_text("\n".join(lines))
     return tmp_path
 

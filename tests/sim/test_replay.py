@@ -28,8 +28,8 @@ SMALL = SyntheticFrames(samples=240, held_out=8, hidden=6, frames=5)
 PLAN = RunConfig(epochs=2, batch=4, lr=0.2, evaluate=False, progress="none", save_every_epochs=100, record={"seed": 0})
 
 
-def train_recorded(place: DistributedContext, task: Any, options: EngineConfig, plan: RunConfig) -> None:
-    train(task, place, options, plan)
+def train_recorded(context: DistributedContext, task: Any, options: EngineConfig, plan: RunConfig) -> None:
+    train(task, context, options, plan)
 
 
 def recorded(
@@ -76,12 +76,12 @@ def test_dropout_adam_schedule_and_statistics_are_replayed_too(crew: Crew, tmp_p
 
 
 def test_another_order_gives_other_weights(tmp_path: Path) -> None:
-    """The comparison can fail: two reads and a meeting swapped, and the weights are others."""
+    """The comparison can fail: two reads and a exchange swapped, and the weights are others."""
     options, plan = EngineConfig(strategy="adpsgd"), replace(PLAN, run=tmp_path)
     run_threads(train_recorded, SMALL, options, plan, size=2)
     record = read_run_log(tmp_path)
     order = record.orders[0]
-    at = next(n for n in range(2, len(order) - 2) if order[n].kind is Op.MOVE and order[n + 1].kind is Op.MEET)
+    at = next(n for n in range(2, len(order) - 2) if order[n].kind is Op.UPDATE and order[n + 1].kind is Op.PAIR_AVERAGE)
     order[at], order[at + 1] = order[at + 1], order[at]
     again = Replay(SMALL, options, plan, record)
     again.play()

@@ -19,7 +19,7 @@ learners = 2
 
 [learner]
 seconds_per_sample = 0.001
-scatter = { kind = "jitter", spread = 0.1 }
+jitter = { kind = "gaussian", spread = 0.1 }
 
 [link.between]
 gbit_per_s = 10.0
@@ -114,7 +114,7 @@ def test_a_task_learns_for_real_in_virtual_time(here: Path, capsys: pytest.Captu
     assert (here / "r" / "model.safetensors").read_bytes() == (here / "again" / "model.safetensors").read_bytes()
     judged = [e for e in read_events(here / "r" / "events.jsonl") if e["event"] == "evaluation"]
     assert len(judged) >= 4
-    assert judged[-1]["figures"]["loss"] < judged[0]["figures"]["loss"]
+    assert judged[-1]["metrics"]["loss"] < judged[0]["metrics"]["loss"]
     assert [e["time"] for e in judged] == sorted(e["time"] for e in judged)
     assert judged[-1]["time"] <= found["elapsed_s"] + 1e-3
     assert any((here / "r" / "ckpt").glob("samples-*"))

@@ -62,7 +62,7 @@ def test_gossip_never_delays_a_gradient() -> None:
     slow_link = cluster(link={"between": {"gbit_per_s": 0.1}})
     found = run(slow_link, "adpsgd", steps=80)
     assert found.efficiency > 0.99
-    assert found.meetings / 4 == pytest.approx(80 / 8, abs=3)
+    assert found.exchanges / 4 == pytest.approx(80 / 8, abs=3)
 
 
 def test_a_learner_on_a_shared_card_waits_for_its_neighbours_bytes() -> None:
@@ -70,7 +70,7 @@ def test_a_learner_on_a_shared_card_waits_for_its_neighbours_bytes() -> None:
     link = {"gbit_per_s": 1.0}
     shared = run(cluster(2, 4, link={"between": {**link, "shared": True}}), "adpsgd", topology="complete", steps=60)
     own = run(cluster(2, 4, link={"between": {**link, "shared": False}}), "adpsgd", topology="complete", steps=60)
-    assert shared.meetings < 0.8 * own.meetings
+    assert shared.exchanges < 0.8 * own.exchanges
 
 
 @pytest.mark.parametrize("factor", [2.0, 10.0])
@@ -106,7 +106,7 @@ def test_host_memory_copies_cost_published_weights_twice_a_step() -> None:
 def test_hierarchy_sends_one_model_per_machine() -> None:
     flat = run(cluster(4, 4, learner={"seconds_per_sample": 0.1}), "adpsgd")
     grouped = run(cluster(4, 4, learner={"seconds_per_sample": 0.1}), "hierarchical(adpsgd)")
-    assert grouped.meetings < flat.meetings / 3
+    assert grouped.exchanges < flat.exchanges / 3
     assert grouped.efficiency > 0.95
 
 
@@ -154,7 +154,7 @@ def test_the_work_per_learner_and_step_does_not_grow(strategy: str) -> None:
     """Counted in events, since seconds depend on the machine: cost is linear in learners x steps."""
 
     def events(machines: int, steps: int) -> float:
-        on = cluster(machines, 4, learner={"seconds_per_sample": 0.01, "scatter": {"kind": "jitter"}})
+        on = cluster(machines, 4, learner={"seconds_per_sample": 0.01, "jitter": {"kind": "gaussian"}})
         return run(on, strategy, steps=steps, batch=4).events / (machines * 4 * steps)
 
     few, more, longer = events(2, 20), events(12, 20), events(2, 80)
@@ -163,7 +163,7 @@ def test_the_work_per_learner_and_step_does_not_grow(strategy: str) -> None:
 
 
 def test_twice_the_same_events_and_another_seed_gives_others() -> None:
-    on = cluster(4, 2, learner={"seconds_per_sample": 0.01, "scatter": {"kind": "heavy_tail"}})
+    on = cluster(4, 2, learner={"seconds_per_sample": 0.01, "jitter": {"kind": "heavy_tail"}})
     first, second, other = (run(on, "adpsgd", seed=seed, topology="random_ring") for seed in (0, 0, 1))
     assert first.digest == second.digest
     assert first.summary() == second.summary()

@@ -21,12 +21,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "hierarchical(sync)": {},
     "hierarchical(delay_by_one)": {},
     "kstep adaptive": {"adaptive": True, "K": 2, "calibrate": 2},
-    "kstep race": {"claims": "race", "K": 2},
-    "bmuf race": {"claims": "race", "K": 2},
+    "kstep race": {"sharding": "dynamic", "K": 2},
+    "bmuf race": {"sharding": "dynamic", "K": 2},
     "delay_by_one gradient": {"form": "gradient"},
 }
 RESTLESS = Cluster(
-    learner=ComputeModel(seconds_per_sample=1e-3, scatter=SpeedModel("heavy_tail", 1.0, 1.5)),
+    learner=ComputeModel(seconds_per_sample=1e-3, jitter=SpeedModel("heavy_tail", 1.0, 1.5)),
     link=LinkModels(inside=LinkModel(0.1, 100.0, "half", True), between=LinkModel(0.01, 500.0, "half", True)),
 )
 """Steps of very different length, and links that take longer than they do."""

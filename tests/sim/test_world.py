@@ -57,9 +57,9 @@ def test_a_key_wakes_those_who_wait_for_it_and_nobody_else() -> None:
     assert woken == [("a", 3.0), ("b", 5.0)]
 
 
-def one_stays_away(place: DistributedContext) -> None:
-    if place.rank != 2:
-        place.net.start_mean(torch.ones(3)).wait()
+def one_stays_away(context: DistributedContext) -> None:
+    if context.rank != 2:
+        context.comm.all_reduce_mean(torch.ones(3)).wait()
 
 
 def test_a_missing_participant_is_a_deadlock_that_names_who_waits_for_whom() -> None:
@@ -70,10 +70,10 @@ def test_a_missing_participant_is_a_deadlock_that_names_who_waits_for_whom() -> 
     assert "rank 1 waits for rank 2" in text
 
 
-def a_neighbour_stays_away(place: DistributedContext) -> None:
+def a_neighbour_stays_away(context: DistributedContext) -> None:
     rows = {r: {r: 0.5, (r + 1) % 2: 0.5} for r in range(2)}
-    if place.rank == 1:
-        place.net.start_mix(torch.ones(3), rows[1]).wait()
+    if context.rank == 1:
+        context.comm.neighbor_average(torch.ones(3), rows[1]).wait()
 
 
 def test_a_missing_neighbour_is_named_too() -> None:
@@ -81,10 +81,10 @@ def test_a_missing_neighbour_is_named_too() -> None:
         run_simulated(a_neighbour_stays_away, size=2)
 
 
-def never_written(place: DistributedContext) -> None:
-    place.net.store.pause(0.01, "nobody-writes-this") if place.rank else None
-    while place.net.store.get("nobody-writes-this") is None and place.rank:
-        place.net.store.pause(0.01, "nobody-writes-this")
+def never_written(context: DistributedContext) -> None:
+    context.comm.store.pause(0.01, "nobody-writes-this") if context.rank else None
+    while context.comm.store.get("nobody-writes-this") is None and context.rank:
+        context.comm.store.pause(0.01, "nobody-writes-this")
 
 
 def test_a_key_that_nobody_writes_is_a_deadlock() -> None:
@@ -93,24 +93,24 @@ def test_a_key_that_nobody_writes_is_a_deadlock() -> None:
 
 
 def test_different_rendezvous_are_told_apart() -> None:
-    def confused(place: DistributedContext) -> None:
+    def confused(context: DistributedContext) -> None:
         x = torch.ones(2)
-        place.net.cast(x) if place.rank else place.net.start_mean(x).wait()
+        context.comm.broadcast(x) if context.rank else context.comm.all_reduce_mean(x).wait()
 
     with pytest.raises(Exception, match="comes to rendezvous 1 with cast, the others with mean"):
         run_simulated(confused, size=2)
 
 
-def verbs(place: DistributedContext) -> dict[str, Any]:
-    net, rank = place.net, place.rank
-    published = net.publish(torch.full((3,), float(rank)))
-    mean = net.start_mean(torch.full((2,), float(rank)), float(rank + 1)).wait()
-    part = net.part([0, 2], "even")
-    inner = part.start_mean(torch.tensor([float(rank)])).wait() if part is not None else None
-    before = net.add((rank + 1) % net.size, torch.ones(3))
-    net.start_mean(torch.zeros(1)).wait()
+def verbs(context: DistributedContext) -> dict[str, Any]:
+    comm, rank = context.comm, context.rank
+    published = comm.publish(torch.full((3,), float(rank)))
+    mean = comm.all_reduce_mean(torch.full((2,), float(rank)), float(rank + 1)).wait()
+    part = comm.new_group([0, 2], "even")
+    inner = part.all_reduce_mean(torch.tensor([float(rank)])).wait() if part is not None else None
+    before = comm.remote_add((rank + 1) % comm.size, torch.ones(3))
+    comm.all_reduce_mean(torch.zeros(1)).wait()
     got = torch.empty(3)
-    version = net.get(0, got)
+    version = comm.remote_get(0, got)
     return {"mean": mean, "inner": inner, "before": before, "w": published.vector, "got": got, "version": version}
 
 
@@ -125,12 +125,12 @@ def test_the_verbs_do_what_other_wires_do() -> None:
 
 
 def test_learners_roll_their_own_dice() -> None:
-    def draw(place: DistributedContext, order: int) -> torch.Tensor:
-        place.host.seed(7 + place.rank)
-        place.net.start_mean(torch.zeros(1)).wait()
+    def draw(context: DistributedContext, order: int) -> torch.Tensor:
+        context.runtime.seed_rank(7 + context.rank)
+        context.comm.all_reduce_mean(torch.zeros(1)).wait()
         rolled = []
         for _ in range(2):
-            place.host.compute(lambda: rolled.append(torch.rand(2)) or 0.0, 1 + order * place.rank, 1.0)
+            context.runtime.compute(lambda: rolled.append(torch.rand(2)) or 0.0, 1 + order * context.rank, 1.0)
         return torch.cat(rolled)
 
     for order in (0, 3):  # whoever computes first
@@ -140,10 +140,10 @@ def test_learners_roll_their_own_dice() -> None:
 
 
 def test_a_learner_that_fails_takes_the_waiting_along_and_says_why() -> None:
-    def work(place: DistributedContext) -> None:
-        if place.rank == 1:
+    def work(context: DistributedContext) -> None:
+        if context.rank == 1:
             raise ValueError("not today")
-        place.net.start_mean(torch.ones(1)).wait()
+        context.comm.all_reduce_mean(torch.ones(1)).wait()
 
     with pytest.raises(Exception, match="not today"):
         SimulatedCluster(PLAIN, machines=["here"] * 3).run(work)

@@ -73,7 +73,7 @@ def test_the_delayed_gradient_is_applied_one_step_late(size: int) -> None:
         assert np.allclose(found[k], w, **PRECISE)
 
 
-@pytest.mark.parametrize("state", ["average", "keep", "forget"])
+@pytest.mark.parametrize("state", ["average", "keep", "reset"])
 @pytest.mark.parametrize("size", SIZES)
 def test_kstep_averages_weights_and_does_with_momentum_as_told(size: int, state: str) -> None:
     hand, found = Hand(size, 0.9), path("kstep", size, 0.9, K=3, state=state, reject=0.0)
@@ -83,7 +83,7 @@ def test_kstep_averages_weights_and_does_with_momentum_as_told(size: int, state:
             hand.w[:] = hand.w.mean(0)
             if state == "average":
                 hand.v[:] = hand.v.mean(0)
-            elif state == "forget":
+            elif state == "reset":
                 hand.v[:] = 0
         assert np.allclose(found[k], hand.w, **PRECISE)
 
@@ -135,7 +135,7 @@ def test_averaging_after_every_step_is_sync(size: int, samples: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_bmuf_without_block_momentum_is_kstep_that_forgets(size: int) -> None:
     one = final("bmuf", size, 0.9, K=3, eta=0.0, zeta=1.0)
-    other = final("kstep", size, 0.9, K=3, state="forget", reject=0.0)
+    other = final("kstep", size, 0.9, K=3, state="reset", reject=0.0)
     assert np.allclose(one, other, **PRECISE)
 
 

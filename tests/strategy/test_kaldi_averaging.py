@@ -25,13 +25,13 @@ def run(folder: Path, epochs: float, **settings: Any) -> tuple[list[list[torch.T
     """Every learner's weights after every step, and the final model."""
     walks: list[list[torch.Tensor]] = [[] for _ in range(SIZE)]
 
-    def learn(place: DistributedContext) -> None:
+    def learn(context: DistributedContext) -> None:
         def note(learner: Learner) -> None:
-            walks[place.rank].append(learner.worker.w.clone())
+            walks[context.rank].append(learner.worker.w.clone())
 
         options = EngineConfig(strategy="kstep", strategy_options={"K": K, **settings}, exact=True)
         plan = RunConfig(epochs=epochs, batch=5, lr=0.1, run=folder, evaluate=False, progress="none", on_step=note)
-        train(Dots(samples=120), place, options, plan)
+        train(Dots(samples=120), context, options, plan)
 
     run_threads(learn, size=SIZE)
     model = load_file(str(folder / "model.safetensors"))
@@ -66,5 +66,5 @@ def test_the_first_averages_take_the_best_replica(tmp_path: Path) -> None:
 
 
 def test_racing_learners_cannot_combine() -> None:
-    with pytest.raises(UsageError, match="race"):
-        build("kstep", {"combine": 3, "claims": "race"})
+    with pytest.raises(UsageError, match="dynamic"):
+        build("kstep", {"combine": 3, "sharding": "dynamic"})

@@ -54,8 +54,8 @@ class Crew:
         self._pools = {}
 
 
-def wake_up(place: DistributedContext) -> int:
+def wake_up(context: DistributedContext) -> int:
     """Everything a process pays for once."""
     kernels.compile_for(torch.float32)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    return place.rank
+    return context.rank

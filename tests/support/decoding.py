@@ -81,19 +81,19 @@ def best_alignment(model: TiedModel, phones: Sequence[int], scores: np.ndarray) 
 
 def graph_log10(ngram: Ngram, words: Sequence[str]) -> float:
     """The best log10 of a sentence where backing off is allowed everywhere, as in a graph."""
-    place: dict[tuple[str, ...], float] = {(BEGIN,): 0.0}
+    context: dict[tuple[str, ...], float] = {(BEGIN,): 0.0}
     for word in [*words, END]:
         after: dict[tuple[str, ...], float] = {}
-        for history, log in place.items():
-            for skip in range(len(history) + 1):
+        for update_log, log in context.items():
+            for skip in range(len(update_log) + 1):
                 rest = history[skip:]
                 found = ngram.probabilities[len(rest)].get((*rest, word)) if len(rest) < ngram.order else None
                 if found is not None:
                     new = (*rest, word)[max(0, len(rest) + 2 - ngram.order) :] if ngram.order > 1 else ()
                     after[new] = max(after.get(new, -math.inf), log + found)
                 log += ngram.backoffs.get(rest, 0.0)
-        place = after
-    return max(place.values(), default=-math.inf)
+        context = after
+    return max(context.values(), default=-math.inf)
 
 
 def exhaustive(
@@ -152,9 +152,9 @@ def random_task(words: int, leaves: int, seed: int, context: int = 3) -> tuple[T
     follow = dice.integers(0, words, size=(words + 1, 12))
     text = []
     for _ in range(20 * words):
-        place, sentence = words, []
+        context, sentence = words, []
         for _ in range(int(dice.integers(3, 10))):
-            place = int(follow[place, dice.integers(12)]) if dice.random() < 0.95 else int(dice.integers(words))
-            sentence.append(names[place])
+            context = int(follow[context, dice.integers(12)]) if dice.random() < 0.95 else int(dice.integers(words))
+            sentence.append(names[context])
         text.append(sentence)
     return model, entries, text

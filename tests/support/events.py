@@ -13,19 +13,19 @@ def steps(rank: int, second: float, position: int, **more: Any) -> dict[str, Any
     """One second of a learner that computes half of the time."""
     return {
         "event": "steps", "time": BEGAN + second, "rank": rank, "step": 10, "steps": 10, "samples": 100, "samples_per_s": 100.0,
-        "loss": 2.0 / second, "rate": 0.1, "position": position, "seconds": {"compute": 0.5, "comm": 0.25}, "elapsed_s": 1.0,
-        "staleness": {"0": 8, "3": 2}, "meetings": 5, "bytes": 0, "pair_distance": 0.01 / second, **more,
+        "loss": 2.0 / second, "lr": 0.1, "position": position, "seconds": {"compute": 0.5, "comm": 0.25}, "elapsed_s": 1.0,
+        "staleness": {"0": 8, "3": 2}, "exchanges": 5, "bytes": 0, "pair_distance": 0.01 / second, **more,
     }  # fmt: skip
 
 
-def evaluation(second: float, position: int, final: bool = False, **figures: float) -> dict[str, Any]:
-    made = {"event": "evaluation", "time": BEGAN + second, "rank": 0, "position": position, "figures": figures, "final": final}
+def evaluation(second: float, position: int, final: bool = False, **metrics: float) -> dict[str, Any]:
+    made = {"event": "evaluation", "time": BEGAN + second, "rank": 0, "position": position, "metrics": metrics, "final": final}
     return made if final else {**made, "spread": 0.05, "effective_rate": 0.9}
 
 
 def start(learners: int, first: int = 0, second: float = 0.0, **more: Any) -> dict[str, Any]:
     ring = [[i, i + 1, 0.25] for i in range(learners - 1)] + ([[0, learners - 1, 0.25]] if learners > 2 else [])
-    mixing = {"kind": "meetings", "topology": "ring", "nodes": list(range(learners)), "machines": [list(range(learners))],
+    mixing = {"kind": "exchanges", "topology": "ring", "nodes": list(range(learners)), "machines": [list(range(learners))],
               "weights": ring, "gap": 0.1234, "period": 2, "rounds_to_1_percent": 17}  # fmt: skip
     return {
         "event": "start", "time": BEGAN + second, "rank": 0, "strategy": "adpsgd", "learners": learners, "first": first,
@@ -41,7 +41,7 @@ def whole(learners: int, seconds: int = 4) -> list[dict[str, Any]]:
         made += [steps(rank, float(second), 100 * (learners * (second - 1) + rank)) for rank in range(learners)]
         made.append(evaluation(second, 100 * learners * second, loss=1.0 / second, accuracy=0.5))
     made.append(evaluation(seconds + 0.1, 100 * learners * seconds, final=True, loss=0.2345, accuracy=0.8765))
-    made.append({"event": "run", "time": BEGAN + seconds + 0.2, "rank": 0, "figures": {"loss": 0.2345}})
+    made.append({"event": "run", "time": BEGAN + seconds + 0.2, "rank": 0, "metrics": {"loss": 0.2345}})
     return made
 
 

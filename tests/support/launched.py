@@ -17,8 +17,8 @@ from roundelay.testing.conformance import RunSpec, run_toy_task
 
 def main(wire: str) -> None:
     torch.set_num_threads(1)
-    place = context_from_env(wire=wire, host="127.0.0.1", timeout_s=60.0, device="cpu", machines=0, digest={})
-    store: Any = place.net.store
+    context = context_from_env(wire=wire, host="127.0.0.1", timeout_s=60.0, device="cpu", machines=0, digest={})
+    store: Any = context.comm.store
     assert isinstance(store, JobStore)
     found = {}
     for name in [*STRATEGIES, "hierarchical(kstep)"]:
@@ -26,14 +26,14 @@ def main(wire: str) -> None:
             continue
         machines = 2 if "hierarchical" in name else 0
         apart = create_context(
-            store.under(f"{name}/"), place.rank, place.size, place.machines[place.rank],
-            wire=wire, host="127.0.0.1", timeout_s=60.0, device=place.device, machines=machines, digest={},
+            store.under(f"{name}/"), context.rank, context.size, context.machines[context.rank],
+            wire=wire, host="127.0.0.1", timeout_s=60.0, device=context.device, machines=machines, digest={},
         )  # fmt: skip
         w = run_toy_task(apart, RunSpec(name, machines=machines))["w"]
         found[name] = hashlib.sha256(w.tobytes()).hexdigest()
-    if place.rank == 0:
+    if context.rank == 0:
         print(json.dumps(found), flush=True)
-    place.close()
+    context.close()
 
 
 if __name__ == "__main__":

@@ -19,21 +19,21 @@ PATIENCE_S = 20.0
 LR = 0.1
 
 
-def learner_of(place: DistributedContext, module: nn.Module, strategy: str, **options: Any) -> Learner:
-    return Learner(place, module, torch.optim.SGD(module.parameters(), lr=LR), EngineConfig(strategy=strategy, **options))
+def learner_of(context: DistributedContext, module: nn.Module, strategy: str, **options: Any) -> Learner:
+    return Learner(context, module, torch.optim.SGD(module.parameters(), lr=LR), EngineConfig(strategy=strategy, **options))
 
 
-def share(place: DistributedContext, k: int) -> StepInfo:
-    return StepInfo(1, 1, place.size, k * place.size, 1 << 40)
+def share(context: DistributedContext, k: int) -> StepInfo:
+    return StepInfo(1, 1, context.size, k * context.size, 1 << 40)
 
 
-def updates_during_meetings(place: DistributedContext, steps: int) -> dict[str, Any]:
+def updates_during_meetings(context: DistributedContext, steps: int) -> dict[str, Any]:
     """Everybody gossips and moves by random gradients at once; what comes out must be what went in."""
     module = nn.Linear(300, 20)
-    learner = learner_of(place, module, "adpsgd", topology="ring")
-    generator = torch.Generator().manual_seed(place.rank)
+    learner = learner_of(context, module, "adpsgd", topology="ring")
+    generator = torch.Generator().manual_seed(context.rank)
     start = torch.randn(learner.flat.phi.numel(), generator=generator)
-    learner.worker.place(start)
+    learner.worker.assign_(start)
     learner.start()
     moved = torch.zeros_like(start, dtype=torch.float64)
 
@@ -44,49 +44,49 @@ def updates_during_meetings(place: DistributedContext, steps: int) -> dict[str, 
         return 0.0
 
     for k in range(steps):
-        learner.advance(share(place, k), compute)
-    meetings = learner.worker.meetings
-    assert meetings is not None
-    meetings.finish()
-    met = meetings.drain()["meetings"]
+        learner.run_step(share(context, k), compute)
+    exchanges = learner.worker.gossip_handle
+    assert gossip_handle is not None
+    gossip_handle.finish()
+    met = exchanges.pop_metrics()["exchanges"]
     end = learner.worker.w.clone()
-    place.net.start_mean(torch.zeros(1)).wait()
-    staleness = sum(learner.worker.meter.staleness.values())
+    context.comm.all_reduce_mean(torch.zeros(1)).wait()
+    staleness = sum(learner.worker.step_timer.staleness.values())
     learner.close()
     return {"start": start.double().numpy(), "moved": moved.numpy(), "end": end.double().numpy(), "met": met, "n": staleness}
 
 
-def stuck_neighbour(place: DistributedContext, steps: int) -> dict[str, Any]:
+def stuck_neighbour(context: DistributedContext, steps: int) -> dict[str, Any]:
     """Rank 0 sits in its first gradient until all others have done all their steps."""
     module = nn.Linear(4, 4)
-    learner = learner_of(place, module, "adpsgd", topology="ring")
+    learner = learner_of(context, module, "adpsgd", topology="ring")
     learner.start()
-    store, done = place.net.store, 0.0
+    store, done = context.comm.store, 0.0
 
     def compute() -> float:
         for p in module.parameters():
             p.grad = torch.zeros_like(p)
         deadline = time.monotonic() + PATIENCE_S
-        while place.rank == 0 and int(store.get("done") or 0) < place.size - 1:
+        while context.rank == 0 and int(store.get("done") or 0) < context.size - 1:
             if time.monotonic() > deadline:
                 raise TimeoutError("the others wait for a learner that is inside a gradient")
             time.sleep(0.002)
         return 0.0
 
-    meetings = learner.worker.meetings
-    assert meetings is not None
-    for k in range(steps if place.rank else 1):
-        learner.advance(share(place, k), compute)
-        if place.rank:
+    exchanges = learner.worker.gossip_handle
+    assert gossip_handle is not None
+    for k in range(steps if context.rank else 1):
+        learner.run_step(share(context, k), compute)
+        if context.rank:
             deadline = time.monotonic() + PATIENCE_S
-            while done < k and time.monotonic() < deadline:  # let the agents keep pace, so that meetings can be counted
+            while done < k and time.monotonic() < deadline:  # let the agents keep pace, so that exchanges can be counted
                 time.sleep(0.001)
-                done += meetings.drain()["meetings"]
-    if place.rank:
+                done += exchanges.pop_metrics()["exchanges"]
+    if context.rank:
         store.add("done", 1)
     steps_done = learner.steps
-    meetings.finish()
-    place.net.start_mean(torch.zeros(1)).wait()
+    gossip_handle.finish()
+    context.comm.all_reduce_mean(torch.zeros(1)).wait()
     learner.close()
     return {"steps": steps_done, "met": done}
 
@@ -106,20 +106,20 @@ class Branches(nn.Module):
         return self.last(torch.tanh(self.own[rank](torch.tanh(self.first(x)))))
 
 
-def gradient_in_buckets(place: DistributedContext, bucket_bytes: int, samples: list[int]) -> dict[str, Any]:
-    """The mean gradient as `sync` gets it, travelling in buckets of this size, and this learner's own."""
+def gradient_in_buckets(context: DistributedContext, bucket_bytes: int, samples: list[int]) -> dict[str, Any]:
+    """The mean gradient as `sync` gets it, reducing in buckets of this size, and this learner's own."""
     before = buckets.FIRST_BYTES, buckets.BUCKET_BYTES
     buckets.FIRST_BYTES = buckets.BUCKET_BYTES = bucket_bytes
     try:
-        module = Branches(place.size)
-        learner = learner_of(place, module, "sync")
+        module = Branches(context.size)
+        learner = learner_of(context, module, "sync")
         learner.start()
-        own = samples[place.rank]
-        x = torch.randn(max(own, 1), 5, generator=torch.Generator().manual_seed(place.rank))
+        own = samples[context.rank]
+        x = torch.randn(max(own, 1), 5, generator=torch.Generator().manual_seed(context.rank))
         mine = torch.zeros_like(learner.flat.phi)
 
         def compute() -> float:
-            loss = module(x, place.rank).square().mean()
+            loss = module(x, context.rank).square().mean()
             loss.backward()
             return float(loss.detach())
 
@@ -136,13 +136,13 @@ def gradient_in_buckets(place: DistributedContext, bucket_bytes: int, samples: l
     return {"means": means, "own": mine.numpy()}
 
 
-def batch_norm(place: DistributedContext, strategy: str) -> dict[str, Any]:
+def batch_norm(context: DistributedContext, strategy: str) -> dict[str, Any]:
     """The statistics of every learner before the end, and after it."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    learner = learner_of(place, module, strategy)
+    learner = learner_of(context, module, strategy)
     learner.start()
-    x = torch.randn(16, 3, generator=torch.Generator().manual_seed(place.rank)) * (1 + place.rank)
+    x = torch.randn(16, 3, generator=torch.Generator().manual_seed(context.rank)) * (1 + context.rank)
 
     def compute() -> float:
         loss = module(x).square().mean()
@@ -151,9 +151,9 @@ def batch_norm(place: DistributedContext, strategy: str) -> dict[str, Any]:
 
     machine = len(learner.machine)
     for k in range(3):
-        learner.advance(StepInfo(1, machine, place.size, k * place.size, 3 * place.size), compute)
+        learner.run_step(StepInfo(1, machine, context.size, k * context.size, 3 * context.size), compute)
     before = learner.flat.buffer_vector().clone()
-    leads = learner.worker.leads
+    leads = learner.worker.is_node_leader
     learner.finish()
     after = learner.flat.buffer_vector().clone()
     learner.close()
@@ -163,15 +163,15 @@ def batch_norm(place: DistributedContext, strategy: str) -> dict[str, Any]:
 # -- a quadratic, for which every strategy can be worked out by hand ------------------------------------------------
 
 
-def quadratic(place: DistributedContext, strategy: str, options: dict[str, Any], steps: int, momentum: float) -> np.ndarray:
+def quadratic(context: DistributedContext, strategy: str, options: dict[str, Any], steps: int, momentum: float) -> np.ndarray:
     """w of every step, for the loss |w - c_rank|^2 / 2, whose gradient is w - c_rank."""
     module = nn.Linear(1, 3, bias=False)
     with torch.no_grad():
         module.weight.zero_()
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=momentum)
-    learner = Learner(place, module, optimizer, EngineConfig(strategy=strategy, strategy_options=options, exact=True))
+    learner = Learner(context, module, optimizer, EngineConfig(strategy=strategy, strategy_options=options, exact=True))
     learner.start()
-    centre = centres(place.size)[place.rank].reshape(3, 1)
+    centre = centres(context.size)[context.rank].reshape(3, 1)
     path = []
 
     def compute() -> float:
@@ -179,9 +179,9 @@ def quadratic(place: DistributedContext, strategy: str, options: dict[str, Any],
         return float(module.weight.grad.square().sum()) / 2
 
     for k in range(steps):
-        learner.advance(StepInfo(1, 1, place.size, k * place.size, steps * place.size), compute)
+        learner.run_step(StepInfo(1, 1, context.size, k * context.size, steps * context.size), compute)
         path.append(learner.worker.w.clone().numpy())
-    place.net.start_mean(torch.zeros(1)).wait()
+    context.comm.all_reduce_mean(torch.zeros(1)).wait()
     learner.close()
     return np.stack(path)
 

@@ -12,25 +12,25 @@ from roundelay.launch.context import DistributedContext
 PATIENCE_S = 30.0
 
 
-def where(place: DistributedContext) -> str:
+def where(context: DistributedContext) -> str:
     """The name of this learner's machine."""
-    return place.hosts[place.rank]
+    return context.hosts[context.rank]
 
 
-def waiting(place: DistributedContext, seconds: float) -> dict[str, float]:
+def waiting(context: DistributedContext, seconds: float) -> dict[str, float]:
     """Everybody waits for rank 0; the seconds of it, and the CPU seconds it took."""
-    place.net.start_mean(torch.zeros(1)).wait()
+    context.comm.all_reduce_mean(torch.zeros(1)).wait()
     began, cpu = time.monotonic(), time.process_time()
-    if place.rank == 0:
+    if context.rank == 0:
         time.sleep(seconds)
-    place.net.start_mean(torch.zeros(1)).wait()
+    context.comm.all_reduce_mean(torch.zeros(1)).wait()
     return {"waited": time.monotonic() - began, "cpu": time.process_time() - cpu}
 
 
-def overlapping(place: DistributedContext, length: int) -> dict[str, Any]:
+def overlapping(context: DistributedContext, length: int) -> dict[str, Any]:
     """A mean is started, then nobody calls the wire again: does it arrive while everybody computes?"""
     a = torch.randn(64, 64)
-    pending = place.net.start_mean(torch.full((length,), float(place.rank)))
+    pending = context.comm.all_reduce_mean(torch.full((length,), float(context.rank)))
     deadline = time.monotonic() + PATIENCE_S
     while not pending.done and time.monotonic() < deadline:
         a.mm(a)
@@ -38,15 +38,15 @@ def overlapping(place: DistributedContext, length: int) -> dict[str, Any]:
     return {"arrived": arrived, "mean": float(pending.wait().mean())}
 
 
-def one_sided(place: DistributedContext, length: int, times: int) -> dict[str, Any]:
+def one_sided(context: DistributedContext, length: int, times: int) -> dict[str, Any]:
     """Everybody adds ones to everybody's vector, its own among them, and then reads them all."""
-    net = place.net
-    net.publish(torch.zeros(length))
-    versions = [net.add(peer, torch.ones(length)) for _ in range(times) for peer in range(place.size)]
-    net.start_mean(torch.zeros(1)).wait()
+    comm = context.comm
+    comm.publish(torch.zeros(length))
+    versions = [comm.remote_add(peer, torch.ones(length)) for _ in range(times) for peer in range(context.size)]
+    comm.all_reduce_mean(torch.zeros(1)).wait()
     seen = []
-    for peer in range(place.size):
+    for peer in range(context.size):
         out = torch.empty(length)
-        seen.append((net.get(peer, out), float(out.min()), float(out.max())))
-    net.start_mean(torch.zeros(1)).wait()
+        seen.append((comm.remote_get(peer, out), float(out.min()), float(out.max())))
+    comm.all_reduce_mean(torch.zeros(1)).wait()
     return {"versions": versions, "seen": seen}

@@ -9,13 +9,13 @@ from roundelay.strategies.base import Traits
 from roundelay.strategies.worker import Worker
 
 IN_TURN = Traits(
-    claims="turn",
+    sharding="static",
     deterministic=True,
     conserves_mean=True,
     contracts=True,
     survives_death=False,
-    state_rule="keep",
-    published=False,
+    optimizer_state="keep",
+    shares_weights=False,
 )
 
 
@@ -37,7 +37,7 @@ class HalfWay:
         w = me.w.clone()
         for _ in range(self.times):
             w = (w + me.mean(w)) / 2
-        me.place(w - d)
+        me.assign_(w - d)
 
 
 @dataclass
@@ -45,8 +45,8 @@ class TwoGradients(HalfWay):
     """Breaks the law: two gradients in one step."""
 
     def step(self, me: Worker) -> None:
-        me.move(-me.delta(me.grad()))
-        me.move(-me.delta(me.grad()))
+        me.add_(-me.delta(me.grad()))
+        me.add_(-me.delta(me.grad()))
 
 
 @dataclass
@@ -54,7 +54,7 @@ class NoGradient(HalfWay):
     """Breaks the law: no gradient at all."""
 
     def step(self, me: Worker) -> None:
-        me.place(me.mean(me.w))
+        me.assign_(me.mean(me.w))
 
 
 @dataclass
@@ -64,7 +64,7 @@ class LosesTheMean(HalfWay):
     def step(self, me: Worker) -> None:
         d = me.delta(me.grad())
         first = me.mean(me.w if me.rank == 0 else 0 * me.w) * me.size
-        me.place(first - d)
+        me.assign_(first - d)
 
 
 @dataclass
@@ -79,4 +79,4 @@ class Unrepeatable(HalfWay):
     def step(self, me: Worker) -> None:
         d = me.delta(me.grad())
         w = me.mean(me.w) - d
-        me.place(w * (1 + 1e-3 * len(self.runs)) if me.size > 1 else w)
+        me.assign_(w * (1 + 1e-3 * len(self.runs)) if me.size > 1 else w)

@@ -59,9 +59,9 @@ class Sandbox:
         for name in ("spoken", "mine"):
             shutil.copytree(road / "runs" / "mine", self.folder / "runs" / name)
         for name, part in (("train", "train"), ("test", "test"), ("new", "test")):
-            place = self.folder / "data" / name
-            place.parent.mkdir(exist_ok=True)
-            place.symlink_to(road / "my-speech" / part)
+            context = self.folder / "data" / name
+            context.parent.mkdir(exist_ok=True)
+            context.symlink_to(road / "my-speech" / part)
         (self.folder / "my").mkdir()
         (self.folder / "my" / "data_dir").symlink_to(road / "my-speech" / "test")
         for name in ("hyp.txt", "other.txt"):

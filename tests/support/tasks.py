@@ -18,7 +18,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Dots:
-    """Three classes of points; a two-layer net tells them apart."""
+    """Three classes of points; a two-layer comm tells them apart."""
 
     samples: int = 120
     seed: int = 0

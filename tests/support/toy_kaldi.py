@@ -151,14 +151,14 @@ def write_graph(folder: Path, *, by_pdf: bool) -> None:
         return pdf_of(transition) + 1 if by_pdf else transition
 
     for number, phones in enumerate([(SILENCE,), *WORDS.values()]):
-        place, written, cost = hub, number, math.log(len(WORDS) + 1)
+        context, written, cost = hub, number, math.log(len(WORDS) + 1)
         for phone in phones:
             for state in range(STATES):
                 after = fst.add_state()
-                fst.add_arc(place, kaldifst.StdArc(label(enters(phone, state)), written, cost + math.log(2), after))
+                fst.add_arc(context, kaldifst.StdArc(label(enters(phone, state)), written, cost + math.log(2), after))
                 fst.add_arc(after, kaldifst.StdArc(label(holds(phone, state)), 0, math.log(2), after))
-                place, written, cost = after, 0, 0.0
-        fst.add_arc(place, kaldifst.StdArc(0, 0, 0.0, hub))
+                context, written, cost = after, 0, 0.0
+        fst.add_arc(context, kaldifst.StdArc(0, 0, 0.0, hub))
     fst.write(str(folder / "HCLG.fst"))
     names = ["<eps>", *WORDS, "#0", "<s>", "</s>"]
     (folder / "words.txt").write_text("".join(f"{name} {number}\n" for number, name in enumerate(names)))

@@ -1,4 +1,4 @@
-"""mpirun over two machines made of network namespaces, each with a host name of its own. No ssh: a script takes its place."""
+"""mpirun over two machines made of network namespaces, each with a host name of its own. No ssh: a script takes its context."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def test_a_run_writes_its_figures_and_a_resumed_one_goes_on(jobs: Jobs) -> None:
     jobs.train(*settings, "epochs=2").end(100).expect(0)
     before = scalars(jobs.folder / "run" / FOLDER)
     evaluations = jobs.events(kind="evaluation")
-    assert dict(before["valid/loss"]) == pytest.approx({e["position"]: e["figures"]["loss"] for e in evaluations}, rel=1e-6)
-    assert {"train/loss", "train/rate", "time/data", "time/compute", "time/comm", "speed/samples_per_s"} <= set(before)
+    assert dict(before["valid/loss"]) == pytest.approx({e["position"]: e["metrics"]["loss"] for e in evaluations}, rel=1e-6)
+    assert {"train/loss", "train/lr", "time/data", "time/compute", "time/comm", "speed/samples_per_s"} <= set(before)
     mine = [e for e in jobs.events(kind="steps") if e["rank"] == 0 and e["loss"] is not None]
     assert [v for _, v in before["train/loss"]] == pytest.approx([e["loss"] for e in mine], rel=1e-5)
     jobs.train(*settings, "epochs=3", "resume=auto").end(100).expect(0)

@@ -1,4 +1,4 @@
-"""Every place is dealt exactly once, to whomever, in whatever order learners come and go."""
+"""Every context is dealt exactly once, to whomever, in whatever order learners come and go."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def places(deal: Deal, claims: Sequence[BatchLease]) -> list[int]:
     found = []
     for claim in claims:
         assert 0 <= claim.start <= claim.stop <= deal.samples
-        assert claim.share.own == claim.stop - claim.start
+        assert claim.step_info.local_samples == claim.stop - claim.start
         found += range(claim.epoch * deal.samples + claim.start, claim.epoch * deal.samples + claim.stop)
     return found
 
@@ -83,11 +83,11 @@ def test_in_a_turn_all_ranks_have_the_same_rounds_and_their_weights_add_up(deal:
     assert len({len(claims) for claims in by_rank}) == 1
     for claims in zip(*by_rank, strict=True):
         assert len({claim.span for claim in claims}) == 1
-        round_samples = claims[0].span[1] - claims[0].span[0]
-        assert all(claim.share.round_samples == round_samples for claim in claims)
-        assert sum(claim.share.own for claim in claims) == round_samples
+        global_samples = claims[0].span[1] - claims[0].span[0]
+        assert all(claim.step_info.global_samples == global_samples for claim in claims)
+        assert sum(claim.step_info.local_samples for claim in claims) == global_samples
         for machine in deal.machines:
-            assert {claims[r].share.samples for r in machine} == {sum(claims[r].share.own for r in machine)}
+            assert {claims[r].share.node_samples for r in machine} == {sum(claims[r].share.local_samples for r in machine)}
 
 
 @given(deals(), st.integers(0, 5))
@@ -106,8 +106,8 @@ def test_a_turn_can_be_stopped_after_any_round_and_resumed_by_other_learners(dea
 # ----------------------------------------------------------------------------------------------------------- race
 
 
-def racers(deal: Deal, store: LocalStore, holes: Sequence[Span] = (), **options: Any) -> list[DynamicSharding]:
-    return [DynamicSharding(deal.dealt(rank), store, holes, **options) for rank in range(len(deal.batches))]
+def racers(deal: Deal, store: LocalStore, missing_ranges: Sequence[Span] = (), **options: Any) -> list[DynamicSharding]:
+    return [DynamicSharding(deal.dealt(rank), store, missing_ranges, **options) for rank in range(len(deal.batches))]
 
 
 def in_threads(races: list[DynamicSharding], begun: Iterator[BatchLease] | None = None) -> list[list[BatchLease]]:
@@ -137,7 +137,9 @@ def test_a_race_deals_every_place_once_whoever_is_fast(deal: Deal, stays: bool) 
     for machine in deal.machines:
         for claims in zip(*(by_rank[r] for r in machine), strict=True):
             assert len({claim.span for claim in claims}) == 1
-            assert {claim.share.samples for claim in claims} == {sum(claim.share.own for claim in claims)}
+            assert {claim.step_info.node_samples for claim in claims} == {
+                sum(claim.step_info.local_samples for claim in claims)
+            }
 
 
 @settings(max_examples=60)
@@ -145,9 +147,9 @@ def test_a_race_deals_every_place_once_whoever_is_fast(deal: Deal, stays: bool) 
 def test_holes_of_an_earlier_run_are_dealt_too(deal: Deal, data: st.DataObject) -> None:
     done = data.draw(st.sets(st.integers(0, max(deal.first - 1, 0)), max_size=20)) if deal.first else set()
     completed = [(0, 0), *((p, p + 1) for p in done)]
-    holes, reached = uncovered_ranges(completed, deal.total)
+    missing_ranges, reached = uncovered_ranges(completed, deal.total)
     resumed = Deal(deal.samples, deal.total, deal.batches, deal.machines, reached)
-    by_rank = in_threads(racers(resumed, LocalStore(), holes))
+    by_rank = in_threads(racers(resumed, LocalStore(), missing_ranges))
     everything = [p for claims in by_rank for p in places(resumed, claims)]
     assert Counter(everything) == Counter(set(range(deal.total)) - done)
 
@@ -172,7 +174,7 @@ def test_leases_of_the_dead_come_back(deal: Deal, data: st.DataObject) -> None:
 def take(claims: Iterator[BatchLease], count: int, deal: Deal) -> list[BatchLease]:
     """The first few, as long as there are any left: an idle learner would wait for the others."""
     found: list[BatchLease] = []
-    while len(found) < count and sum(c.share.own for c in found) < deal.total - deal.first:
+    while len(found) < count and sum(c.share.local_samples for c in found) < deal.total - deal.first:
         found.append(next(claims))
     return found
 
@@ -189,8 +191,8 @@ def test_a_stopped_race_deals_nothing_further_and_what_was_claimed_is_done(deal:
     everything = [p for claims_ in found for p in places(deal, claims_)]
     assert sorted(everything) == list(range(deal.first, races[0].total))
     assert races[0].total == min(deal.total, deal.first + deal.batches[0])
-    share = races[0].nothing_left()
-    assert (share.own, share.position, share.total) == (0, races[0].total, races[0].total)
+    share = races[0].empty_step()
+    assert (share.local_samples, share.position, share.total) == (0, races[0].total, races[0].total)
 
 
 # ---------------------------------------------------------------------------------------------------------- spans
@@ -212,7 +214,7 @@ def test_merged_covers_the_same_places_in_order_without_touching(found: list[Spa
 
 @given(spans, st.integers(0, 40))
 def test_missing_is_what_lies_below_the_highest_and_was_not_done(found: list[Span], total: int) -> None:
-    holes, reached = uncovered_ranges(found, total)
+    missing_ranges, reached = uncovered_ranges(found, total)
     highest = max((stop for _, stop in found), default=0)
     assert reached == min(highest, total)
-    assert covered(holes) == set(range(highest)) - covered(found)
+    assert covered(missing_ranges) == set(range(highest)) - covered(found)

@@ -1,4 +1,4 @@
-"""A disk that fills up in the middle of a run: figures stop quietly, the next checkpoint is an error, nothing saved is lost.
+"""A disk that fills up in the middle of a run: metrics stop quietly, the next checkpoint is an error, nothing saved is lost.
 
 The kernel refuses writes beyond RLIMIT_FSIZE as it refuses them on a full disk; the limit falls while the run stands still.
 """
@@ -28,8 +28,8 @@ def test_a_full_disk_ends_in_a_sentence_and_loses_nothing(strategy: str, learner
     job.until(lambda: len(jobs.held()) == learners, "everybody to stand still", 90)
     saved = jobs.checkpoints()
     assert saved, "there is something to lose"
-    figures = jobs.folder / "run" / "events.jsonl"
-    written = figures.stat().st_size
+    metrics = jobs.folder / "run" / "events.jsonl"
+    written = metrics.stat().st_size
     for pid in job.learners().values() if learners > 1 else [job.process.pid]:
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMIT, hard))
@@ -37,7 +37,7 @@ def test_a_full_disk_ends_in_a_sentence_and_loses_nothing(strategy: str, learner
     ended = job.end(90).expect(3)
     assert "the checkpoint cannot be written: " in ended.err
     assert "what to do: free space on that disk, then go on with resume=auto" in ended.err
-    assert figures.stat().st_size <= max(written, LIMIT), "figures have stopped, quietly"
+    assert metrics.stat().st_size <= max(written, LIMIT), "metrics have stopped, quietly"
     assert jobs.checkpoints() == saved
     for name in saved:
         verify(jobs.folder / "run" / "ckpt" / name)

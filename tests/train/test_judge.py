@@ -27,7 +27,7 @@ def test_a_checkpoint_that_is_gone_goes_unjudged(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(trainer, "read_model", too_late)
     plan = RunConfig(epochs=3, batch=4, lr=0.05, run=tmp_path, progress="none", keep=9)
-    run_threads(lambda place: train(ToyTask(samples=24), place, EngineConfig(strategy="sync"), plan), size=2)
+    run_threads(lambda place: train(ToyTask(samples=24), context, EngineConfig(strategy="sync"), plan), size=2)
     judged = [(e["position"], e["final"]) for e in read_events(tmp_path / "events.jsonl") if e["event"] == "evaluation"]
     assert judged == [(48, False), (72, True)]
     assert "samples-000000000024 was gone" in "".join(p.read_text() for p in (tmp_path / "log").iterdir())

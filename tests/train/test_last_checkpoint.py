@@ -18,7 +18,7 @@ def test_the_last_checkpoint_is_the_newest_by_name(tmp_path: Path, slow: str) ->
     """Named by one learner's own last batch it would stand below earlier ones: resumed from too early, and retired first."""
     options = EngineConfig(strategy="adpsgd", slow=slow)
     plan = RunConfig(epochs=3, batch=4, lr=0.05, run=tmp_path, progress="none", keep=9)
-    run_threads(lambda place: train(ToyTask(samples=24), place, options, plan), size=2)
+    run_threads(lambda place: train(ToyTask(samples=24), context, options, plan), size=2)
     names = sorted(path.name for path in (tmp_path / "ckpt").glob("samples-*"))
     assert names[-1] == "samples-000000000072"
     final = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "evaluation" and e["final"]]

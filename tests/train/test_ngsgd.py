@@ -166,7 +166,7 @@ def made() -> tuple[nn.Module, Flat, OptimizerAdapter]:
 
 def steps(module: nn.Module, flat: Flat, optimizer: OptimizerAdapter, numbers: Any) -> None:
     for k in numbers:
-        (-optimizer.delta(gradient(module, flat, k))).move(flat.phi, flat.phi, True)
+        (-optimizer.delta(gradient(module, flat, k))).add_(flat.phi, flat.phi, True)
 
 
 def test_a_saved_state_goes_on_to_the_bit() -> None:
@@ -193,13 +193,13 @@ def test_learners_average_momentum_and_keep_their_own_factors() -> None:
 
 
 def test_a_run_with_it_is_resumed_to_the_bit(tmp_path: Path) -> None:
-    def learn(place: DistributedContext, run: str, epochs: int, resume: str) -> None:
+    def learn(context: DistributedContext, run: str, epochs: int, resume: str) -> None:
         options = EngineConfig(strategy="kstep", strategy_options={"K": 3, "combine": 2}, exact=True)
         plan = RunConfig(
             epochs=epochs, batch=4, optimizer="ngsgd", lr=0.05, run=tmp_path / run, resume=resume, evaluate=False,
             save_every_epochs=100, progress="none",
         )  # fmt: skip
-        train(Dots(samples=60), place, options, plan)
+        train(Dots(samples=60), context, options, plan)
 
     for arguments in (("straight", 2, "no"), ("halves", 1, "no"), ("halves", 2, "auto")):
         run_threads(learn, *arguments, size=2)

@@ -21,7 +21,7 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 STEPS = 5
 
 
-def net() -> nn.Sequential:
+def comm() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
@@ -43,7 +43,7 @@ def backward(module: nn.Module, k: int) -> None:
 
 
 def by_torch(make: Make, second: dict[str, Any], clip: float) -> Tensor:
-    module = net()
+    module = comm()
     optimizer = make(groups(module, second))
     for k in range(STEPS):
         backward(module, k)
@@ -57,7 +57,7 @@ class Walk:
     """The same steps through Optimizer.delta, applied in one of several ways."""
 
     def __init__(self, make: Make, second: dict[str, Any], clip: float) -> None:
-        self.module = net()
+        self.module = comm()
         self.flat = Flat(self.module)
         self.optimizer = OptimizerAdapter(self.flat, make(groups(self.module, second)), clip)
         self.w = self.flat.phi.clone()
@@ -72,16 +72,16 @@ class Walk:
 
     def moved_in_place(self, as_vector: bool = False) -> Tensor:
         for k in range(STEPS):
-            (-self.optimizer.delta(self.gradient(k, as_vector))).move(self.flat.phi, self.flat.phi, True)
+            (-self.optimizer.delta(self.gradient(k, as_vector))).add_to(self.flat.phi, self.flat.phi, True)
         return self.flat.phi
 
     def moved_published(self, untouched: bool) -> Tensor:
         for k in range(STEPS):
-            (-self.optimizer.delta(self.gradient(k))).move(self.w, self.flat.phi, untouched)
+            (-self.optimizer.delta(self.gradient(k))).add_to(self.w, self.flat.phi, untouched)
             assert torch.equal(self.w, self.flat.phi)
         return self.w
 
-    def worked_out(self) -> Tensor:
+    def computed(self) -> Tensor:
         for k in range(STEPS):
             d = self.optimizer.delta(self.gradient(k)).tensor()
             self.flat.phi.copy_(self.flat.phi - d)
@@ -94,7 +94,7 @@ class Walk:
             d = self.optimizer.delta(self.gradient(k))
             if lazily:
                 kept = mean.clone()
-                (mean - d).place(self.flat.phi)
+                (mean - d).assign_to(self.flat.phi)
                 assert torch.equal(mean, kept)
             else:
                 self.flat.phi.copy_(mean - d.tensor())
@@ -139,7 +139,7 @@ def test_a_fused_step_has_the_bits_of_the_displacement_worked_out(options: dict[
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, **options)
 
-    expected = Walk(make, {}, clip).worked_out()
+    expected = Walk(make, {}, clip).computed()
     assert torch.equal(Walk(make, {}, clip).moved_in_place(), expected)
     assert torch.equal(Walk(make, {}, clip).moved_published(untouched=True), expected)
     assert torch.equal(Walk(make, {}, clip).moved_published(untouched=False), expected)
@@ -168,7 +168,7 @@ def test_any_other_optimizer_takes_its_own_step(make: Make, clip: float) -> None
     assert torch.equal(walk.moved_in_place(), expected)
     assert torch.equal(Walk(make, second, clip).moved_published(untouched=True), expected)
     assert same(Walk(make, second, clip).moved_published(untouched=False), expected)
-    assert same(Walk(make, second, clip).worked_out(), expected)
+    assert same(Walk(make, second, clip).computed(), expected)
     assert torch.equal(Walk(make, second, clip).placed(lazily=True), Walk(make, second, clip).placed(lazily=False))
     assert same(Walk(make, second, clip).moved_in_place(as_vector=True), expected)
 
@@ -180,17 +180,17 @@ def test_what_a_neighbour_adds_meanwhile_is_kept() -> None:
         d = alone.optimizer.delta(alone.gradient(0)).tensor()
         gradient = met.gradient(0)
         met.w.add_(1.0)
-        (-met.optimizer.delta(gradient)).move(met.w, met.flat.phi, False)
+        (-met.optimizer.delta(gradient)).add_to(met.w, met.flat.phi, False)
         assert torch.allclose(met.w, start + 1.0 - d, atol=1e-6)
         assert torch.equal(met.w, met.flat.phi)
 
 
 def test_no_batch_is_no_displacement_and_leaves_the_state() -> None:
     walk = Walk(lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9), {}, 0.0)
-    (-walk.optimizer.delta(walk.gradient(0))).move(walk.w, walk.flat.phi, True)
+    (-walk.optimizer.delta(walk.gradient(0))).add_to(walk.w, walk.flat.phi, True)
     state, w = walk.optimizer.state_vector(), walk.w.clone()
     nothing = Gradient(lambda: torch.zeros_like(w), samples=0, share=0.0)
-    (-walk.optimizer.delta(nothing)).move(walk.w, walk.flat.phi, True)
+    (-walk.optimizer.delta(nothing)).add_to(walk.w, walk.flat.phi, True)
     assert torch.equal(walk.w, w)
     assert torch.equal(walk.optimizer.state_vector(), state)
 
@@ -201,10 +201,10 @@ def test_parameters_without_a_gradient_follow_their_neighbours() -> None:
     optimizer = OptimizerAdapter(flat, torch.optim.SGD(module.parameters(), lr=0.1))
     module["used"](torch.ones(1, 2)).sum().backward()
     w = flat.phi.clone()
-    w[6:] += 5.0  # a meeting while the gradient was computed
+    w[6:] += 5.0  # a exchange while the gradient was computed
     expected = w.clone()
     expected[:6] -= 0.1 * torch.ones(6)
-    (-optimizer.delta(Gradient(lambda: w, 1, 1.0, in_parameters=True))).move(w, flat.phi, False)
+    (-optimizer.delta(Gradient(lambda: w, 1, 1.0, in_parameters=True))).add_to(w, flat.phi, False)
     assert torch.allclose(w, expected)
     assert torch.equal(flat.phi, w)
 
@@ -230,7 +230,7 @@ def test_state_goes_round_through_a_checkpoint(make: Make) -> None:
     other.flat.phi.copy_(straight.flat.phi)
     other.optimizer.from_saved(saved, numbers)
     for walk in (straight, other):
-        (-walk.optimizer.delta(walk.gradient(9))).move(walk.flat.phi, walk.flat.phi, True)
+        (-walk.optimizer.delta(walk.gradient(9))).add_to(walk.flat.phi, walk.flat.phi, True)
     assert torch.equal(straight.flat.phi, other.flat.phi)
 
 
@@ -242,7 +242,7 @@ def test_the_state_is_a_vector_that_can_be_averaged_and_forgotten() -> None:
         assert state.numel() == size  # Adam: two moments and a step counter for each of four parameters
         walk.optimizer.load_state_vector(2 * state)
         assert torch.equal(walk.optimizer.state_vector(), 2 * state)
-        walk.optimizer.forget()
+        walk.optimizer.reset_state()
         assert torch.count_nonzero(walk.optimizer.state_vector()) == 0
     assert Walk(lambda g: torch.optim.SGD(g, lr=0.1), {}, 0.0).optimizer.state_vector().numel() == 0
 
@@ -260,25 +260,25 @@ def test_a_learner_without_a_gradient_brings_a_state_as_long_as_the_others() -> 
 
 
 def test_the_schedule_scales_every_group() -> None:
-    module = net()
+    module = comm()
     optimizer = torch.optim.SGD(groups(module, {"lr": 0.4}), lr=0.1)
     wrapped = OptimizerAdapter(Flat(module), optimizer, factor=lambda position: 1 / (1 + position))
     wrapped.set_position(3)
     assert [g["lr"] for g in optimizer.param_groups] == [pytest.approx(0.025), pytest.approx(0.1)]
-    assert wrapped.rate == pytest.approx(0.025)
+    assert wrapped.lr == pytest.approx(0.025)
 
 
 # -------------------------------------------------------------------------------------------------------- refused
 
 
 def test_optimizers_that_cannot_be_saved_or_called_are_refused() -> None:
-    module = net()
+    module = comm()
     with pytest.raises(UsageError, match="LBFGS"):
         OptimizerAdapter(Flat(module), torch.optim.LBFGS(module.parameters()))
 
 
 def test_an_optimizer_that_does_not_know_all_parameters_is_refused() -> None:
-    module = net()
+    module = comm()
     with pytest.raises(UsageError, match=r"does not know 2 trainable parameters[\s\S]*2\.weight"):
         OptimizerAdapter(Flat(module), torch.optim.SGD(module[0].parameters(), lr=0.1))
 

@@ -16,12 +16,12 @@ from roundelay.launch.context import DistributedContext, single_process_context
 from roundelay.launch.threads import run_threads
 
 
-def learner_at(place: DistributedContext, **options: Any) -> tuple[Learner, nn.Module, torch.optim.Optimizer]:
+def learner_at(context: DistributedContext, **options: Any) -> tuple[Learner, nn.Module, torch.optim.Optimizer]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return Learner(place, module, optimizer, EngineConfig(**options)), module, optimizer
+    return Learner(context, module, optimizer, EngineConfig(**options)), module, optimizer
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -29,11 +29,11 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(5, 4, generator=generator), torch.randint(3, (5,), generator=generator)) for _ in range(count)]
 
 
-def uneven(place: DistributedContext, strategy: str, options: dict[str, Any]) -> tuple[int, float]:
+def uneven(context: DistributedContext, strategy: str, options: dict[str, Any]) -> tuple[int, float]:
     """Rank 0 has 21 batches, every other rank 3."""
-    learner, module, _ = learner_at(place, strategy=strategy, strategy_options=options)
+    learner, module, _ = learner_at(context, strategy=strategy, strategy_options=options)
     with learner:
-        for x, y in learner.until_all_done(batches(21 if place.rank == 0 else 3)):
+        for x, y in learner.until_all_done(batches(21 if context.rank == 0 else 3)):
             loss = learner.step(lambda x=x, y=y: nn.functional.cross_entropy(module(x), y), samples=len(x))
     return learner.steps, loss
 
@@ -61,7 +61,7 @@ def test_a_second_claim_is_refused(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"strategy": "kstep", "strategy_options": {"claims": "race"}}, "cannot tell when the others' loaders end"),
+        ({"strategy": "kstep", "strategy_options": {"sharding": "dynamic"}}, "cannot tell when the others' loaders end"),
         ({"strategy": "sync", "schedule": "cosine"}, "how many samples there are"),
         ({"strategy": "adpsgd", "warmup_epochs": 1.0}, "how many samples there are"),
     ],
@@ -82,7 +82,7 @@ def test_a_torch_scheduler_keeps_its_say(own_loader: bool) -> None:
         data = [(xi, yi) for xi, yi in zip(x, y, strict=True)]
         items = learner.until_all_done([None, None]) if own_loader else learner.claim(data, batch=len(data), epochs=2)
         for number, _ in enumerate(items):
-            learner.worker.place(torch.zeros_like(learner.worker.w))
+            learner.worker.assign_(torch.zeros_like(learner.worker.w))
             optimizer.param_groups[0]["lr"] = 0.1 if number == 0 else 0.05
             learner.step(lambda: nn.functional.cross_entropy(module(x), y), samples=len(x))
             moved.append(learner.worker.w.clone())

@@ -22,8 +22,8 @@ from roundelay.launch.context import (
 )
 
 
-def roll(*cards: dict[str, Any], sizes: tuple[int, ...] | None = None, timeout_s: float = 5.0) -> list[Any]:
-    """Everybody calls the roll at once; returns what each heard."""
+def membership(*cards: dict[str, Any], sizes: tuple[int, ...] | None = None, timeout_s: float = 5.0) -> list[Any]:
+    """Everybody calls the membership at once; returns what each heard."""
     store, heard = LocalStore(), [None] * len(cards)
 
     def learner(rank: int) -> None:
@@ -42,27 +42,27 @@ def roll(*cards: dict[str, Any], sizes: tuple[int, ...] | None = None, timeout_s
 
 
 def test_ranks_that_agree_learn_of_each_others_machines() -> None:
-    heard = roll({"lr": 0.1}, {"lr": 0.1}, {"lr": 0.1})
+    heard = membership({"lr": 0.1}, {"lr": 0.1}, {"lr": 0.1})
     assert heard[0] == heard[1] == heard[2]
     assert [card["machine"] for card in heard[0]] == ["machine-0", "machine-1", "machine-0"]
 
 
 def test_world_sizes_that_differ_are_named_with_both_ranks() -> None:
-    heard = roll({}, {}, sizes=(2, 3))
+    heard = membership({}, {}, sizes=(2, 3))
     assert all(isinstance(error, UsageError) for error in heard)
     assert "rank 0 was told of 2 learners, rank 1 of 3" in str(heard[0])
     assert "rank 1 was told of 3 learners, rank 0 of 2" in str(heard[1])
 
 
 def test_settings_that_differ_are_named_with_both_values() -> None:
-    heard = roll({"lr": 0.1, "strategy": "sync"}, {"lr": 0.2, "strategy": "sync"})
+    heard = membership({"lr": 0.1, "strategy": "sync"}, {"lr": 0.2, "strategy": "sync"})
     assert "rank 0 has lr 0.1, rank 1 has 0.2" in str(heard[0])
     assert "rank 1 has lr 0.2, rank 0 has 0.1" in str(heard[1])
     assert all(isinstance(error, UsageError) and error.where == "settings, lr" for error in heard)
 
 
 def test_a_setting_that_only_one_rank_knows_is_a_difference() -> None:
-    heard = roll({"lr": 0.1}, {})
+    heard = membership({"lr": 0.1}, {})
     assert all(isinstance(error, UsageError) for error in heard)
 
 
@@ -78,7 +78,7 @@ def test_versions_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(PeerLost, match="rank 1, 2 did not answer the roll"):
+    with pytest.raises(PeerLost, match="rank 1, 2 did not answer the membership"):
         exchange_rank_info(LocalStore(), 0, 3, "here", 0.05, {})
 
 
@@ -102,9 +102,9 @@ def test_one_machine_can_pretend_to_be_several() -> None:
     assert fake_machines(["a"] * 3, 0) == ["a"] * 3
     with pytest.raises(UsageError, match="cannot be split"):
         fake_machines(["a"], 2)
-    place = single_process_context("cpu", ThreadGroup(5), 3, machines=2)
-    assert place.machine_of(3) == [3, 4]
-    assert place.leaders == [0, 3]
+    context = single_process_context("cpu", ThreadGroup(5), 3, machines=2)
+    assert context.machine_of(3) == [3, 4]
+    assert context.node_leaders == [0, 3]
 
 
 def test_devices_and_addresses() -> None:

@@ -19,11 +19,16 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[HeartbeatMonitor, list[flo
     """Rank 0 of two, its clock, and whom it has reported."""
     now, reported = [0.0], dict[int, str]()
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
-    roll = SimpleNamespace(report=lambda rank, why: reported.setdefault(rank, why), dead=dict)
+    membership = SimpleNamespace(report=lambda rank, why: reported.setdefault(rank, why), dead=dict)
     worker: Any = SimpleNamespace(phase="compute", phase_since=0.0, k=3)
-    place: Any = SimpleNamespace(rank=0, size=2)
+    context: Any = SimpleNamespace(rank=0, size=2)
     dog = HeartbeatMonitor(
-        worker, SimpleNamespace(store=LocalStore(), roll=roll), place, EventLog(None, 0), 60.0, lambda: {"steps": 2}
+        worker,
+        SimpleNamespace(store=LocalStore(), membership=membership),
+        context,
+        EventLog(None, 0),
+        60.0,
+        lambda: {"steps": 2},
     )
     dog.job.store.set("beat/1", json.dumps({"phase": "comm", "step": 3, "beat": 1.0, "last": {"steps": 7}}))
     dog.beat()
@@ -48,5 +53,5 @@ def test_who_was_asleep_reports_nobody(watched: tuple[HeartbeatMonitor, list[flo
 
 def test_figures_come_with_signs_of_life(watched: tuple[HeartbeatMonitor, list[float], dict[int, str]]) -> None:
     dog, _, _ = watched
-    assert dog.figures() == [{"rank": 1, "steps": 7}]
+    assert dog.metrics() == [{"rank": 1, "steps": 7}]
     assert json.loads(dog.job.store.get("beat/0"))["last"] == {"steps": 2}

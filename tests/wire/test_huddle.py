@@ -51,13 +51,13 @@ def test_everybody_has_the_first_ones_vector_and_the_first_has_the_sum(
         found = []
         for number in range(rounds):
             weights = torch.full((numel,), float(100 * number + huddle.rank))
-            huddle.hand_out(weights)
+            huddle.broadcast(weights)
             g = torch.arange(numel, dtype=torch.float32) + 1000 * huddle.rank + number
             if in_slots and huddle.rank:
                 g = huddle.slot.copy_(g)
             under_way, at = [], 0
             for bucket in buckets:
-                under_way.append(huddle.add_up(g[at : at + bucket]))
+                under_way.append(huddle.reduce(g[at : at + bucket]))
                 at += bucket
             for pending in under_way:
                 pending.wait()
@@ -74,9 +74,9 @@ def test_everybody_has_the_first_ones_vector_and_the_first_has_the_sum(
 def test_who_hangs_up_is_noticed_at_once() -> None:
     def job(huddle: ShmNodeGroup) -> None:
         x = torch.zeros(10)
-        huddle.hand_out(x)
+        huddle.broadcast(x)
         if huddle.rank == 0:
-            huddle.add_up(x).wait()
+            huddle.reduce(x).wait()
 
     with pytest.raises(ConnectionError, match="member 1 of this machine hung up"):
         together(2, 10, job)

@@ -33,12 +33,12 @@ class Host:
     def __init__(self) -> None:
         board = LocalVectors([0])
         board.publish(0, VECTOR)
-        self.published = SharedVector(board.seen_by(0), 0)
+        self.shared_weights = SharedVector(board.seen_by(0), 0)
         listener = listen("127.0.0.1")
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
         self.lost: list[int] = []
         self.agent = GossipThread(
-            self.published, board.seen_by(0), 2, TOKEN, listener, lambda rank, why: self.lost.append(rank)
+            self.shared_weights, board.seen_by(0), 2, TOKEN, listener, lambda rank, why: self.lost.append(rank)
         )
         self.agent.start()
 
@@ -56,11 +56,11 @@ class Host:
     def answers(self) -> bool:
         """Whether somebody who knows the token can still read the vector and add to it."""
         caller, out = RemoteMemoryClient(self.address, 1, 0, TOKEN, 10.0), torch.empty_like(VECTOR)
-        before = self.published.vector.clone()
+        before = self.shared_weights.vector.clone()
         version = caller.get(bytes_of(out))
         added = caller.add(bytes_of(torch.ones_like(VECTOR)))
         caller.close()
-        return torch.equal(out, before) and added == version and torch.equal(self.published.vector, before + 1)
+        return torch.equal(out, before) and added == version and torch.equal(self.shared_weights.vector, before + 1)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def hello(rank: int, token: bytes, length: int | None = None) -> bytes:
 )
 def test_strangers_are_turned_away_and_the_agent_survives(words: list[bytes], host: Host) -> None:
     assert turned_away(host.knock(*words))
-    assert torch.equal(host.published.vector, VECTOR)
+    assert torch.equal(host.shared_weights.vector, VECTOR)
     assert host.answers()
     assert host.lost == []
 
@@ -116,14 +116,14 @@ def test_strangers_are_turned_away_and_the_agent_survives(words: list[bytes], ho
         HEADER.pack(MAGIC, MessageType.ADD, 0, 1 << 50),
         HEADER.pack(MAGIC, MessageType.GET, 0, -1),
         HEADER.pack(MAGIC, 99, 0, 0),
-        HEADER.pack(MAGIC, MessageType.MEET, 0, 24) + bytes(24),
-        HEADER.pack(MAGIC, MessageType.ANSWER, 0, 0),
+        HEADER.pack(MAGIC, MessageType.EXCHANGE, 0, 24) + bytes(24),
+        HEADER.pack(MAGIC, MessageType.REPLY, 0, 0),
     ],
 )
 def test_a_caller_who_speaks_nonsense_after_the_greeting_changes_nothing(words: bytes, host: Host) -> None:
     sock = host.knock(hello(-2, TOKEN), words)
     sock.settimeout(10)
-    assert torch.equal(host.published.vector, VECTOR)
+    assert torch.equal(host.shared_weights.vector, VECTOR)
     assert host.answers()
     sock.close()
     assert host.answers()

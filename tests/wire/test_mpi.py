@@ -72,7 +72,7 @@ def test_a_run_under_mpirun_ends_well_on_any_wire(jobs: Jobs) -> None:
             "epochs=2",
         ]
         done = jobs.start(*command, "--json").end(PATIENCE_S).expect(0)
-        assert json.loads(done.out)["figures"]["loss"] < 1.2
+        assert json.loads(done.out)["metrics"]["loss"] < 1.2
         assert sorted(json.loads(done.out)["ranks"]) == ["0", "1", "2"]
         assert jobs.model(wire)
     assert set(jobs.counts().values()) == {4}  # two epochs of two runs

@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         with NetnsMachines(2, 1000):
             pass
     except UsageError as error:
-        pytest.skip(f"no network namespaces here: {error.what}")
+        pytest.skip(f"no network namespaces here: {error.message}")
     with (
         two_machines(tmp_path_factory.mktemp("machines"), learners=2) as (options, within),
         MpiPool(4, options, within, host="auto") as pool,

@@ -38,16 +38,16 @@ def open_session(
     """
     made = EngineConfig(strategy=strategy if isinstance(strategy, str) else type(strategy).__name__, **options)
     device = next(module.parameters()).device
-    place = _place(made, str(device))
+    context = _place(made, str(device))
     events = None
     if run is not None:
         Path(run).mkdir(parents=True, exist_ok=True)
-        events = EventLog(Path(run) / "events.jsonl", place.rank)
-    return Learner(place, module, optimizer, made, events, None if isinstance(strategy, str) else strategy)
+        events = EventLog(Path(run) / "events.jsonl", context.rank)
+    return Learner(context, module, optimizer, made, events, None if isinstance(strategy, str) else strategy)
 
 
 def fit(task: Task, *, strategy: str = "adpsgd", run: str | Path | None = None, **settings: Any) -> dict[str, Any]:
-    """Trains a task with the loop inside; returns the run's figures. `settings`: the engine's options and the loop's plan
+    """Trains a task with the loop inside; returns the run's metrics. `settings`: the engine's options and the loop's plan
     (epochs, batch, optimizer, lr, momentum, resume, …)."""
     engine = {k: v for k, v in settings.items() if k in EngineConfig.__dataclass_fields__}
     plan = {k: v for k, v in settings.items() if k not in engine}

@@ -33,7 +33,7 @@ def as_rank(settings: config.TrainConfig) -> tuple[int, list[CheckResult], list[
     here = host_towards(address, port) if settings.host == "auto" else settings.host
     rows = [look_at_address(here, address, port)]
     if rows[0].state == "failure":
-        raise UsageError(f"no door can be opened at {rows[0].found}", where=f"rank {rank}, host", do=rows[0].do)
+        raise UsageError(f"no door can be opened at {rows[0].found}", where=f"rank {rank}, host", hint=rows[0].hint)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         rows = [*this_machine(settings), *rows]
     links = measure(store, rank, size, here, settings.timeout_s)
@@ -55,7 +55,9 @@ def wait_for(store: JobStore, key: str, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     while (found := store.get(key)) is None:
         if time.monotonic() > deadline:
-            raise PeerLost(f"nothing came for '{key}' in {timeout_s:.0f} s", where="store", do="see the other ranks' messages")
+            raise PeerLost(
+                f"nothing came for '{key}' in {timeout_s:.0f} s", where="store", hint="see the other ranks' messages"
+            )
         time.sleep(0.01)
     return found
 
@@ -110,8 +112,8 @@ def as_text(rows: list[CheckResult]) -> str:
     lines = []
     for row in rows:
         lines.append(f"{signs[row.state]:<8} {row.what}: {row.found}")
-        if row.do:
-            lines.append(f"{'':<8} what to do: {row.do}")
+        if row.hint:
+            lines.append(f"{'':<8} what to do: {row.hint}")
     bad = sum(row.state == "failure" for row in rows)
     lines.append("a run will work here" if not bad else f"{bad} thing{'s' * (bad > 1)} to mend first")
     return "\n".join(lines)

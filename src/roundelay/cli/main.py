@@ -91,17 +91,17 @@ def parser() -> argparse.ArgumentParser:
     p = command("train", "train a task: alone, on local learners, or as one rank under torchrun, mpirun or srun", run_train)
     p.add_argument("file", metavar="FILE", help="a TOML file with settings")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
-    p.add_argument("--json", action="store_true", help="print the run's figures as JSON at the end")
+    p.add_argument("--json", action="store_true", help="print the run's metrics as JSON at the end")
 
     p = command("list", f"list {', '.join(LISTS[:-1])} or {LISTS[-1]}", run_list)
     p.add_argument("what", choices=LISTS)
-    p.add_argument("--size", type=int, default=8, help="learners, for the figures of topologies (default 8)")
+    p.add_argument("--size", type=int, default=8, help="learners, for the metrics of topologies (default 8)")
     p.add_argument("--json", action="store_true", help="print JSON")
 
     p = command("simulate", "train on a virtual cluster: timing alone, or a real task in virtual time", run_simulate)
     p.add_argument("cluster", metavar="CLUSTER", help="a preset (roundelay list clusters) or a TOML file")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="strategy, learners, batch, steps, model, task, …")
-    p.add_argument("--json", action="store_true", help="print the figures as JSON at the end")
+    p.add_argument("--json", action="store_true", help="print the metrics as JSON at the end")
 
     p = command("config", "print the resolved settings and where each came from", run_config)
     p.add_argument("file", metavar="FILE", help="a TOML file with settings, or the folder of a recipe")
@@ -132,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
     p = command("report", "write one HTML page about a run, or about several side by side", run_report)
     p.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, of training or of a recipe")
     p.add_argument("--out", default="", metavar="FILE", help="default: report.html in the run; for several runs, here")
-    p.add_argument("--json", action="store_true", help="print the page's path and the runs' figures as JSON")
+    p.add_argument("--json", action="store_true", help="print the page's path and the runs' metrics as JSON")
 
     p = command("compare", "compare groups of runs with equal settings, paired by seed, with intervals", run_compare)
     p.add_argument("runs", nargs="+", metavar="RUN", help="run directories; the first one's group is the base")

@@ -33,13 +33,13 @@ def run_plan(args: argparse.Namespace) -> int:
         return 0
     if not args.file:
         raise UsageError(
-            "plan what?", where="FILE", do="name a recipe or a settings file: roundelay plan examples/frames.toml cluster=…"
+            "plan what?", where="FILE", hint="name a recipe or a settings file: roundelay plan examples/frames.toml cluster=…"
         )
     if "cluster" not in own:
         raise UsageError(
             "plan needs a cluster",
             where="cluster",
-            do=f"add cluster=NAME ({', '.join(clusters.presets())}) or cluster=FILE.toml",
+            hint=f"add cluster=NAME ({', '.join(clusters.presets())}) or cluster=FILE.toml",
         )
     cluster = clusters.load(own["cluster"])
     if "learners" in own:
@@ -61,7 +61,7 @@ def split_overrides(overrides: list[str]) -> tuple[dict[str, str], list[str]]:
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals:
-            raise UsageError(f"'{item}' is not key=value", where="command line", do="write for example cluster=v100-8x8")
+            raise UsageError(f"'{item}' is not key=value", where="command line", hint="write for example cluster=v100-8x8")
         if key in OWN:
             own[key] = text
         else:
@@ -77,7 +77,7 @@ def whole(own: dict[str, str], key: str) -> int:
             return int(value)
     except (ValueError, OverflowError):
         pass
-    raise UsageError(f"{key}={own[key]}", where="command line", do="give a whole number of at least 1")
+    raise UsageError(f"{key}={own[key]}", where="command line", hint="give a whole number of at least 1")
 
 
 def job_of(file: str, own: dict[str, str], overrides: list[str]) -> PlannedJob:
@@ -121,7 +121,7 @@ def _recipe_job(file: str, own: dict[str, str], overrides: list[str]) -> Planned
         raise UsageError(
             "a recipe does not say how many samples its corpus has",
             where=file,
-            do="add samples=N: chunks in an epoch, such as hours x 3600 x 100 / window",
+            hint="add samples=N: chunks in an epoch, such as hours x 3600 x 100 / window",
         )
     return _job(settings, parameters, whole(own, "samples"))
 
@@ -134,9 +134,9 @@ def _size(own: dict[str, str]) -> int:
 
 def run_what_if(run: Path, own: dict[str, str]) -> dict[str, Any]:
     if "rank" not in own or not own["rank"].isdigit():
-        raise UsageError("which rank?", where="--what-if", do="add rank=7")
+        raise UsageError("which rank?", where="--what-if", hint="add rank=7")
     if not (run / "config.toml").is_file():
-        raise UsageError("this is no run directory: it has no config.toml", where=str(run), do="give the run=… of a training")
+        raise UsageError("this is no run directory: it has no config.toml", where=str(run), hint="give the run=… of a training")
     settings = config.load(run / "config.toml").settings
     batch = settings.batch if isinstance(settings.batch, int) else 64
     parameters = _size(own) or PRESETS["tiny"][0].parameters

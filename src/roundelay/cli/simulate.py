@@ -35,7 +35,7 @@ class SimulateConfig:
     model: str = ""  # an acoustic model by name: roundelay list models
     task: str = ""  # a settings file of `roundelay train`: learns for real
     momentum: float = 0.9
-    gradients_per_meeting: float = 1.0
+    steps_per_exchange: float = 1.0
     seed: int = 0
     log_every_s: float = 0.0  # virtual seconds between two records of a learner
     run: str = ""  # the run's directory
@@ -66,7 +66,7 @@ def parse(overrides: list[str]) -> tuple[SimulateConfig, list[str]]:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise UsageError(
-                f"'{item}' is not key=value", where="command line", do="write for example strategy=adpsgd batch=128"
+                f"'{item}' is not key=value", where="command line", hint="write for example strategy=adpsgd batch=128"
             )
         table, dot, inner = key.partition(".")
         if dot and table == "strategy_options":
@@ -76,12 +76,12 @@ def parse(overrides: list[str]) -> tuple[SimulateConfig, list[str]]:
         if key in known:
             values[key] = typed(key, literal(text), str(known[key].type))
         elif not with_task:
-            raise UsageError(f"simulate has no setting '{key}'", where="command line", do=did_you_mean(key, known))
+            raise UsageError(f"simulate has no setting '{key}'", where="command line", hint=did_you_mean(key, known))
         if with_task and key not in ("task", "learners", "steps", "parameters", "model", "samples"):
             passed_on.append(item)
     for key in ("learners", "batch", "steps", "epochs", "samples", "parameters", "seed", "log_every_s", "momentum"):
         if key in values and (values[key] < 0 or (values[key] == 0 and key in ("batch", "steps", "parameters"))):
-            raise UsageError(f"{key}={values[key]}", where="command line", do="give a number above 0")
+            raise UsageError(f"{key}={values[key]}", where="command line", hint="give a number above 0")
     return SimulateConfig(**values), passed_on
 
 
@@ -100,7 +100,7 @@ def typed(key: str, value: Any, kind: str) -> Any:
         value = str(value)
     if wanted is not None and type(value) is not wanted:
         raise UsageError(
-            f"{key} is {value!r}, not a number of type {kind}", where="command line", do=f"write {key}=8 or the like"
+            f"{key} is {value!r}, not a number of type {kind}", where="command line", hint=f"write {key}=8 or the like"
         )
     return value
 
@@ -111,7 +111,7 @@ def _parameters(asked: SimulateConfig) -> int:
     if not asked.model:
         return PRESETS["swb2000"][0].parameters
     if asked.model not in PRESETS:
-        raise UsageError(f"there is no model '{asked.model}'", where="model", do=did_you_mean(asked.model, PRESETS))
+        raise UsageError(f"there is no model '{asked.model}'", where="model", hint=did_you_mean(asked.model, PRESETS))
     return PRESETS[asked.model][0].parameters
 
 
@@ -124,7 +124,7 @@ def _time(cluster: clusters.Cluster, asked: SimulateConfig) -> tuple[SimulationR
         "topology": asked.topology or "ring",
         "batch": asked.batch or 128,
         "momentum": asked.momentum,
-        "gradients_per_meeting": asked.gradients_per_meeting,
+        "steps_per_exchange": asked.steps_per_exchange,
         "seed": asked.seed,
         "strategy_options": asked.strategy_options,
     }
@@ -173,10 +173,10 @@ def show(cluster: clusters.Cluster, outcome: SimulationResult, run: Path) -> Non
     print(f"  {outcome.hours:.4g} hours, {outcome.samples_per_s:.6g} samples/s, efficiency {100 * outcome.efficiency:.1f} %")
     print(
         f"  {outcome.steps} steps in {outcome.elapsed_s:.6g} s of virtual time, {outcome.bytes_per_step / 1e6:.4g} MB sent per "
-        f"learner and step, {outcome.meetings} meetings, mean staleness {outcome.staleness_mean:.3g}"
+        f"learner and step, {outcome.exchanges} exchanges, mean staleness {outcome.staleness_mean:.3g}"
     )
-    if outcome.figures:
-        print("  held-out " + "  ".join(f"{name} {value:.4f}" for name, value in outcome.figures.items()))
+    if outcome.metrics:
+        print("  held-out " + "  ".join(f"{name} {value:.4f}" for name, value in outcome.metrics.items()))
     for rank, why in outcome.lost.items():
         print(f"  rank {rank}: {why}")
     for block in (

@@ -111,7 +111,7 @@ def add(command: Command) -> None:
     )
     p.add_argument("--verify", action="store_true", help="read everything back and check it")
     p.add_argument("--jobs", type=int, default=jobs)
-    p.add_argument("--json", action="store_true", help="print the archive's figures as JSON")
+    p.add_argument("--json", action="store_true", help="print the archive's metrics as JSON")
 
     p = command("decode", "recognize a data directory with a run; needs nothing but the run directory", decode)
     p.add_argument("run", metavar="RUN", help="a run directory of a recipe")
@@ -238,7 +238,7 @@ def pack(args: argparse.Namespace) -> int:
     elif len(folders) == 1 and {"features", "alignments"} <= set(told):
         wanted = packing.packing_of(Path(), told)
     else:
-        raise UsageError("pack needs RUN and OUT, or features=…, alignments=… and OUT", where="command line", do="see --help")
+        raise UsageError("pack needs RUN and OUT, or features=…, alignments=… and OUT", where="command line", hint="see --help")
     archive = packing.pack(wanted, Path(folders[-1]), jobs=args.jobs, say=say)
     if args.verify:
         archive.verify()
@@ -289,7 +289,9 @@ def score(args: argparse.Namespace) -> int:
         speakers = {name: fields[0] for name, fields in scoring.read_text(Path(args.utt2spk)).items()}
         lost = sorted(set(refs) - set(speakers))
         if lost:
-            raise UsageError(f"utterance {lost[0]} has no speaker", where=args.utt2spk, do="give the utt2spk of the reference")
+            raise UsageError(
+                f"utterance {lost[0]} has no speaker", where=args.utt2spk, hint="give the utt2spk of the reference"
+            )
     found = scoring.score(refs, hyps, speakers)
     worst = found.confusions(args.confusions)
     report: dict[str, Any] = {**found.as_json(), "line": found.line(), "confusions": [asdict(c) for c in worst]}

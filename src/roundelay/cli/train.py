@@ -47,7 +47,7 @@ def run_train(args: argparse.Namespace) -> int:
         raise UsageError(
             "wire=mpi needs learners that MPI has started",
             where=f"learners={settings.learners}",
-            do=f"mpirun -n {settings.learners} roundelay train {args.file} wire=mpi …",
+            hint=f"mpirun -n {settings.learners} roundelay train {args.file} wire=mpi …",
         )
     if settings.learners == 1 or settings.wire == "inproc":
         _write_config(run, resolved)
@@ -82,7 +82,7 @@ def _write_config(run: Path, resolved: config.ResolvedConfig) -> None:
         (run / "config.toml").write_text(config.dumps(resolved.settings), encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"cannot write the run directory: {error.strerror}", where=f"run={run}", do="choose another run=…"
+            f"cannot write the run directory: {error.strerror}", where=f"run={run}", hint="choose another run=…"
         ) from error
 
 
@@ -116,19 +116,19 @@ def _run_rank(resolved: config.ResolvedConfig, as_json: bool) -> int:
         k: getattr(settings, k)
         for k in ("task", "strategy", "strategy_options", "topology", "wire", "epochs", "lr", "seed", "exact")
     }
-    place = context_from_env(
+    context = context_from_env(
         wire=settings.wire, host=settings.host, timeout_s=settings.timeout_s, device=settings.device,
         machines=settings.machines, digest=agreed,
     )  # fmt: skip
     try:
         run = Path(settings.run) if settings.run else None
-        if run is not None and place.rank == 0 and not (run / "config.toml").exists():
+        if run is not None and context.rank == 0 and not (run / "config.toml").exists():
             _write_config(run, resolved)
-        result = train(config.build_task(resolved), place, options, plan_of(settings, run))
+        result = train(config.build_task(resolved), context, options, plan_of(settings, run))
     except BaseException as error:
-        place.abort_job(error)
+        context.abort_job(error)
         raise
-    if place.rank == min(place.net.living()):
+    if context.rank == min(context.comm.live_ranks()):
         _show(result, run, as_json)
     return 0
 
@@ -141,7 +141,7 @@ def _run_threads(task: Any, resolved: config.ResolvedConfig, run: Path, as_json:
         result = train(task, single_process_context(settings.device), options, plan)
     else:
         results = run_threads(
-            lambda place: train(task, place, options, plan), size=settings.learners, machines=settings.machines,
+            lambda place: train(task, context, options, plan), size=settings.learners, machines=settings.machines,
             timeout_s=threading.TIMEOUT_MAX,
         )  # fmt: skip
         result = results[0]
@@ -156,13 +156,13 @@ def _one_thread_per_learner() -> None:
 
 
 def _show(result: dict[str, Any], run: Path | None, as_json: bool) -> None:
-    figures = result.get("figures") or {}
+    metrics = result.get("metrics") or {}
     if as_json:
         print(json.dumps({"run": str(run) if run else None, **result}), flush=True)
         return
     ranks = result.get("ranks", {})
     rate = sum(r["samples_per_s"] for r in ranks.values()) if ranks else result["samples_per_s"]
-    held_out = "  ".join(f"{k} {v:.4f}" for k, v in figures.items())
+    held_out = "  ".join(f"{k} {v:.4f}" for k, v in metrics.items())
     print(f"done: {held_out}  {rate:.0f} samples/s" + (f"  run: {run}" if run else ""), flush=True)
 
 
@@ -176,7 +176,7 @@ def run_replay(args: argparse.Namespace) -> int:
 
     run = Path(args.run)
     if not (run / "config.toml").is_file():
-        raise UsageError("this is no run directory: it has no config.toml", where=str(run), do="give the run=… of a training")
+        raise UsageError("this is no run directory: it has no config.toml", where=str(run), hint="give the run=… of a training")
     resolved = config.load(run / "config.toml")
     config.extend_sys_path(resolved)
     settings = resolved.settings

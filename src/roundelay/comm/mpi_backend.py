@@ -1,7 +1,7 @@
 """Processes started by mpirun or srun: MPI carries everything, vectors in rendezvous as well as between agents.
 
-Means are non-blocking all-reduces on a communicator of the net's own; exact ones an all-to-all, an ordered sum and an
-all-gather; neighbours exchange by messages. Meetings and one-sided verbs go through the agents, by messages too: on windows
+Means are non-blocking all-reduces on a communicator of the comm's own; exact ones an all-to-all, an ordered sum and an
+all-gather; neighbours exchange by messages. Exchanges and one-sided verbs go through the agents, by messages too: on windows
 (MPI's own one-sided calls) they were measured to be slower, see docs/mpi.md, and a vector's lock would have to be MPI's.
 Only the job's store, a few bytes, is not MPI's: rank 0 serves it where all have been told.
 """
@@ -36,31 +36,31 @@ HEAD_FIELDS = ("kind", "number", "bytes", "sender")
 
 
 class MpiWork:
-    """Something under way on a net."""
+    """Something under way on a comm."""
 
-    def __init__(self, net: MpiCommunicator, errand: MpiRequestBatch, finish: Callable[[], Tensor]) -> None:
-        self._net, self._errand, self._finish = net, errand, finish
+    def __init__(self, comm: MpiCommunicator, errand: MpiRequestBatch, finish: Callable[[], Tensor]) -> None:
+        self._comm, self._errand, self._finish = comm, errand, finish
 
     @property
     def done(self) -> bool:
         return self._errand.finished.is_set()
 
     def wait(self) -> Tensor:
-        self._net.wait(self._errand)
+        self._comm.wait(self._errand)
         return self._finish()
 
 
 class MpiConnection:
-    """What an agent has of a peer: a partner for meetings, or one who calls for one-sided verbs. Heads are handed in by the
+    """What an agent has of a peer: a partner for exchanges, or one who calls for one-sided verbs. Heads are handed in by the
     porter; a payload stays with its sender until a buffer is offered for it."""
 
-    def __init__(self, net: MpiCommunicator, peer: int, *, caller: bool) -> None:
+    def __init__(self, comm: MpiCommunicator, peer: int, *, caller: bool) -> None:
         self.peer: int | None = None if caller else peer
         self.caller = -1
         self.sent_bytes = self.sending = 0
         self.error = ""
         self.waiting: Message | None = None
-        self._net, self._to = net, peer
+        self._comm, self._to = comm, peer
         self._head_tag, self._out_tag, self._in_tag = (ANSWER, ANSWERED, CALL) if caller else (HEAD, MEET, MEET)
         self._heads: deque[Message] = deque()
 
@@ -71,8 +71,8 @@ class MpiConnection:
         """Sends a message; the payload must stay as it is until `sending` is 0 again."""
         self.sending += 1
         nbytes = len(payload) if payload is not None else 0
-        net, comm = self._net, self._net.comm
-        head = np.array([kind, number, nbytes, net.rank], dtype=np.int64)
+        comm, comm = self._comm, self._comm.comm
+        head = np.array([kind, number, nbytes, comm.rank], dtype=np.int64)
 
         def post() -> list[Any]:
             posted = [comm.Isend(head, self._to, self._head_tag)]
@@ -81,9 +81,9 @@ class MpiConnection:
         def gone() -> None:
             self.sent_bytes += head.nbytes + nbytes
             self.sending -= 1
-            net.wake()
+            comm.wake()
 
-        net.porter.send_out(post, gone)
+        comm.porter.send_out(post, gone)
 
     def arrived(self, arrival: Message) -> None:
         """Called by the porter."""
@@ -101,22 +101,22 @@ class MpiConnection:
         assert self.waiting is not None
         if len(buffer) != self.waiting.bytes:
             raise ConnectionClosed(f"a payload of {self.waiting.bytes} bytes where {len(buffer)} were expected")
-        net = self._net
+        comm = self._comm
         try:
-            net.wait(net.porter.send_out(lambda: [net.comm.Irecv(buffer, self._to, self._in_tag)]))
+            comm.wait(comm.porter.send_out(lambda: [comm.comm.Irecv(buffer, self._to, self._in_tag)]))
         except PeerLost as error:
-            raise ConnectionClosed(error.what) from error
+            raise ConnectionClosed(error.message) from error
         self.waiting = None
 
     def look(self, waited_s: float) -> None:
-        """Under mpirun a death ends the whole job; where it does not, nothing but the roll tells the agent."""
-        if waited_s > self._net.timeout_s and (why := self._net.roll.dead().get(self._net.ranks[self._to])):
-            self._net.broken = True
+        """Under mpirun a death ends the whole job; where it does not, nothing but the membership tells the agent."""
+        if waited_s > self._comm.timeout_s and (why := self._comm.membership.failed_ranks().get(self._comm.ranks[self._to])):
+            self._comm.broken = True
             abort_mpi(PeerLost.exit_code)
             raise PeerLost(
-                f"rank {self._net.ranks[self._to]} ({why}) was lost",
-                where=f"rank {self._net.ranks[self._net.rank]}, in a meeting",
-                do="look at that rank's log; start again with resume=auto to go on from the last checkpoint",
+                f"rank {self._comm.ranks[self._to]} ({why}) was lost",
+                where=f"rank {self._comm.ranks[self._comm.rank]}, in a exchange",
+                hint="look at that rank's log; start again with resume=auto to go on from the last checkpoint",
             )
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class MpiCommunicator:
     ) -> None:
         self.store, self.ranks, self.rank, self.size = store, list(ranks), rank, len(ranks)
         self.name, self.timeout_s = name, timeout_s
-        self.roll = StoreMembership(store)
+        self.membership = StoreMembership(store)
         self._world, self.porter = world, world.porter
         self.comm = self._make_communicator()
         self._board: LocalVectors | None = None
@@ -167,15 +167,15 @@ class MpiCommunicator:
         if error is not None:
             self.broken = True
             abort_mpi(PeerLost.exit_code)
-            raise self.roll.explain(error, self.ranks, self.ranks[self.rank]) from error
+            raise self.membership.explain(error, self.ranks, self.ranks[self.rank]) from error
 
-    def living(self) -> list[int]:
-        dead = self.roll.dead()
+    def live_ranks(self) -> list[int]:
+        dead = self.membership.failed_ranks()
         return [m for m in range(self.size) if self.ranks[m] not in dead]
 
     # -- rendezvous ------------------------------------------------------------------------------------------------
 
-    def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> MpiWork:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> MpiWork:
         if exact:
             return self._start_exact_mean(x, weight)
         out = x.detach().to("cpu", copy=True) if weight is None else (x.detach() * weight).to("cpu")
@@ -218,13 +218,13 @@ class MpiCommunicator:
 
         return MpiWork(self, self.porter.send_out(post), finish)
 
-    def reduce_in_place(self, x: Tensor) -> MpiWork:
+    def all_reduce_(self, x: Tensor) -> MpiWork:
         if x.device.type == "cpu":
             return MpiWork(self, self._add_up(x.detach()), lambda: x)
         host = x.detach().to("cpu")
         return MpiWork(self, self._add_up(host), lambda: x.copy_(host))
 
-    def start_mix(self, x: Tensor, row: dict[int, float]) -> MpiWork:
+    def neighbor_average(self, x: Tensor, row: dict[int, float]) -> MpiWork:
         members, mine = sorted(row), x.detach().to("cpu").contiguous()
         received = {member: mine if member == self.rank else torch.empty_like(mine) for member in members}
         others = [member for member in members if member != self.rank]
@@ -241,7 +241,7 @@ class MpiCommunicator:
 
         return MpiWork(self, self.porter.send_out(post), finish)
 
-    def cast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         if self.size > 1:
             host = x.detach().to("cpu")
             self.wait(self.porter.send_out(lambda: [self.comm.Ibcast(host.numpy(), 0)]))
@@ -249,7 +249,7 @@ class MpiCommunicator:
             if host.data_ptr() != x.data_ptr():
                 x.detach().copy_(host)
 
-    def huddle(self, like: Tensor) -> NodeGroup:
+    def node_group(self, like: Tensor) -> NodeGroup:
         return CollectiveNodeGroup(self)
 
     # -- one-sided -------------------------------------------------------------------------------------------------
@@ -259,9 +259,9 @@ class MpiCommunicator:
         memory = self._board = LocalVectors([self.rank])
         memory.publish(self.rank, vector.detach().to("cpu"))
         board = memory.seen_by(self.rank)
-        published = SharedVector(board, self.rank)
+        shared_weights = SharedVector(board, self.rank)
         self._agent = GossipThread(
-            published, board, self.size, b"", None, lambda member, why: self.roll.report(self.ranks[member], why)
+            shared_weights, board, self.size, b"", None, lambda member, why: self.membership.report(self.ranks[member], why)
         )
         others = [member for member in range(self.size) if member != self.rank]
         self._callers = {member: MpiConnection(self, member, caller=True) for member in others}
@@ -285,7 +285,7 @@ class MpiCommunicator:
 
         def came() -> None:
             kind, number, nbytes, sender = MessageType(int(head[0])), *map(int, head[1:])
-            link = (self._partners if kind is MessageType.MEET else self._callers)[sender]
+            link = (self._partners if kind is MessageType.EXCHANGE else self._callers)[sender]
             link.arrived(Message(kind, number, nbytes))
             self._listen()
             self.wake()
@@ -293,7 +293,7 @@ class MpiCommunicator:
         anybody = self._world.mpi.ANY_SOURCE
         self._listening = self.porter.send_out(lambda: [self.comm.Irecv(head, anybody, HEAD)], came)
 
-    def gossip(self, published: SharedWeights, matching: Matching, gradients_per_meeting: float) -> BackgroundGossip:
+    def gossip(self, shared_weights: SharedWeights, matching: Matching, steps_per_exchange: float) -> BackgroundGossip:
         assert self._agent is not None
         partners = {member for edge in matching.edges if self.rank in edge for member in edge if member != self.rank}
         for member in sorted(partners):
@@ -301,10 +301,10 @@ class MpiCommunicator:
         if not self._agent.running:
             self._agent.start()
         self._agent.await_partners(len(partners), self.timeout_s)
-        self._agent.gossip(matching, gradients_per_meeting)
-        return BackgroundGossip(self._agent, self.roll, self.ranks, self.rank, self.name, self.timeout_s, self.store)
+        self._agent.gossip(matching, steps_per_exchange)
+        return BackgroundGossip(self._agent, self.membership, self.ranks, self.rank, self.name, self.timeout_s, self.store)
 
-    def add(self, peer: int, d: Tensor) -> int:
+    def remote_add(self, peer: int, d: Tensor) -> int:
         d = d.detach().to("cpu").contiguous()
         if peer == self.rank:
             mine = self._published()
@@ -315,7 +315,7 @@ class MpiCommunicator:
         self._bytes += d.numel() * d.element_size()
         return self._call(peer, MessageType.ADD, bytes_of(d), None)
 
-    def get(self, peer: int, out: Tensor) -> int:
+    def remote_get(self, peer: int, out: Tensor) -> int:
         if peer == self.rank:
             mine = self._published()
             with mine.locked():
@@ -328,9 +328,9 @@ class MpiCommunicator:
             out.copy_(host)
         return version
 
-    def record(self, history: UpdateLog) -> None:
+    def record(self, update_log: UpdateLog) -> None:
         assert self._agent is not None
-        self._agent.history = history
+        self._agent.update_log = update_log
 
     def _published(self) -> SharedVector:
         assert self._board is not None
@@ -356,7 +356,7 @@ class MpiCommunicator:
 
     # -- parts and end ---------------------------------------------------------------------------------------------
 
-    def part(self, ranks: Sequence[int], name: str) -> MpiCommunicator | None:
+    def new_group(self, ranks: Sequence[int], name: str) -> MpiCommunicator | None:
         if self.rank not in ranks:
             return None
         members = [self.ranks[r] for r in ranks]

@@ -31,7 +31,7 @@ def store_by_mpi(world: MpiRuntime, host: str, timeout_s: float, keep: list[Any]
         raise UsageError(
             f"the learners are on {len({card[0] for card in seen})} machines, and sockets would bind {host}",
             where="host",
-            do="set host=auto, or host=ADDRESS for the first machine's address in the network of the others",
+            hint="set host=auto, or host=ADDRESS for the first machine's address in the network of the others",
         )
     elif host == "auto" and world.rank == 0:
         host = address_towards([address for card in elsewhere for address in card[1]])
@@ -59,7 +59,7 @@ def _told_to_all(world: MpiRuntime, word: str, timeout_s: float) -> list[str]:
         raise PeerLost(
             f"not all of the {world.size} ranks have come in {timeout_s:.0f} s",
             where=f"rank {world.rank}, {errand.error or 'all-gather'}",
-            do="look at the other ranks' output; raise timeout_s if they start slowly",
+            hint="look at the other ranks' output; raise timeout_s if they start slowly",
         )
     return [row.tobytes().rstrip(b"\0").decode() for row in everybody]
 

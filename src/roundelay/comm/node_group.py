@@ -28,8 +28,8 @@ class CollectiveNodeGroup:
 
     slot = None
 
-    def __init__(self, net: Communicator) -> None:
-        self.hand_out, self.add_up = net.cast, net.reduce_in_place
+    def __init__(self, comm: Communicator) -> None:
+        self.broadcast, self.reduce = comm.cast, comm.all_reduce_
 
 
 class _PendingReduce:
@@ -116,10 +116,10 @@ class ShmNodeGroup:
         for peer in self._peers:
             self._hear(peer)
 
-    def hand_out(self, x: Tensor) -> None:
-        self._patiently(lambda: self._hand_out(x))
+    def broadcast(self, x: Tensor) -> None:
+        self._patiently(lambda: self._broadcast(x))
 
-    def _hand_out(self, x: Tensor) -> None:
+    def _broadcast(self, x: Tensor) -> None:
         if self.rank:
             self._hear(0)
             x.copy_(self._slots[0])
@@ -129,7 +129,7 @@ class ShmNodeGroup:
         for peer in self._peers:
             self._say(peer)
 
-    def add_up(self, x: Tensor) -> Work:
+    def reduce(self, x: Tensor) -> Work:
         where = slice(x.storage_offset(), x.storage_offset() + x.numel())
         if self.rank == 0:
             return _PendingReduce(x, lambda: self._patiently(lambda: self._take(x, where)))

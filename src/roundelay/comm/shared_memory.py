@@ -179,7 +179,7 @@ def wait_for(store: Store, key: str, timeout_s: float, rank: int, enough: Callab
             raise PeerLost(
                 f"the learners of this machine did not all come to share memory in {timeout_s:.0f} s",
                 where=f"rank {rank}, waiting for {key}",
-                do="look at the logs of the other ranks of this machine; raise timeout_s if they start slowly",
+                hint="look at the logs of the other ranks of this machine; raise timeout_s if they start slowly",
             )
         time.sleep(0.005)
     return found
@@ -202,7 +202,7 @@ def allocate(path: Path, nbytes: int, rank: int) -> None:
             raise UsageError(
                 f"shared memory is full: {nbytes / 1e6:.0f} MB more are needed ({error.strerror})",
                 where=f"rank {rank}, {path.parent.parent}",
-                do="enlarge the memory file system (in a container: --shm-size), or set wire=torchdist",
+                hint="enlarge the memory file system (in a container: --shm-size), or set wire=torchdist",
             ) from error
 
 

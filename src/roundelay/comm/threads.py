@@ -61,7 +61,7 @@ class ThreadGroup:
         self.tables: dict[str, _MeetingPoint] = {}
         self.lock = threading.Lock()
 
-    def net(self, rank: int) -> ThreadCommunicator:
+    def comm(self, rank: int) -> ThreadCommunicator:
         return ThreadCommunicator(self, range(self.size), rank, "all")
 
     def table(self, name: str, size: int) -> _MeetingPoint:
@@ -103,7 +103,7 @@ class _MeetingPoint:
                     raise PeerLost(
                         f"rank {self.failed[0]} was lost: {self.failed[1]}",
                         where=f"rank {rank}",
-                        do="see its error above",
+                        hint="see its error above",
                     )
                 if not self.changed.wait(self.timeout_s):
                     missing = sorted(set(range(self.size)) - set(self.brought.get(number, {})))
@@ -141,15 +141,15 @@ class ThreadCommunicator:
     def __init__(self, threads: ThreadGroup, ranks: Sequence[int], rank: int, name: str) -> None:
         self._threads, self.ranks, self.rank, self.size, self.name = threads, list(ranks), rank, len(ranks), name
         self.store = threads.store
-        self.roll = StoreMembership(threads.store)
+        self.membership = StoreMembership(threads.store)
         self._table = threads.table(name, self.size)
         self._number = 0
         self._agent: GossipThread | None = None
-        self._history: UpdateLog | None = None
+        self._update_log: UpdateLog | None = None
         self._bytes = 0
 
-    def living(self) -> list[int]:
-        dead = self.roll.dead()
+    def live_ranks(self) -> list[int]:
+        dead = self.membership.failed_ranks()
         return [m for m in range(self.size) if self.ranks[m] not in dead]
 
     def _rendezvous(self, what: Any, combine: Callable[[dict[int, Any]], Any]) -> Callable[[], Any]:
@@ -163,26 +163,26 @@ class ThreadCommunicator:
         take = self._rendezvous(what, combine)
         return _ThreadWork(lambda: finish(take()), lambda: number in self._table.results)
 
-    def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> _ThreadWork:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> _ThreadWork:
         self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
         return self._pending((x, weight), weighted_mean, lambda result: result.clone())
 
-    def reduce_in_place(self, x: Tensor) -> _ThreadWork:
+    def all_reduce_(self, x: Tensor) -> _ThreadWork:
         self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
         return self._pending(x, plain_sum, lambda result: x.copy_(result))
 
-    def start_mix(self, x: Tensor, row: dict[int, float]) -> _ThreadWork:
+    def neighbor_average(self, x: Tensor, row: dict[int, float]) -> _ThreadWork:
         # The copy is taken here, since a neighbour may read it after this member has moved on.
         self._bytes += x.numel() * x.element_size() * (len(row) - 1)
 
         return self._pending(x.clone(), lambda brought: dict(brought), lambda brought: weighted_sum(brought, row))
 
-    def cast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         result = self._rendezvous(x, lambda brought: brought[0].clone())()
         if self.rank != 0:
             x.copy_(result)
 
-    def huddle(self, like: Tensor) -> CollectiveNodeGroup:
+    def node_group(self, like: Tensor) -> CollectiveNodeGroup:
         return CollectiveNodeGroup(self)
 
     def publish(self, vector: Tensor) -> SharedWeights:
@@ -197,39 +197,41 @@ class ThreadCommunicator:
         self._board = self._rendezvous(vector, combine)().seen_by(self.rank)
         return SharedVector(self._board, self.rank)
 
-    def gossip(self, published: SharedWeights, matching: Matching, gradients_per_meeting: float) -> BackgroundGossip:
-        assert isinstance(published, SharedVector)
+    def gossip(self, shared_weights: SharedWeights, matching: Matching, steps_per_exchange: float) -> BackgroundGossip:
+        assert isinstance(shared_weights, SharedVector)
         self._agent = GossipThread(
-            published, self._board, self.size, b"", None, lambda r, why: self.roll.report(self.ranks[r], why)
+            shared_weights, self._board, self.size, b"", None, lambda r, why: self.membership.report(self.ranks[r], why)
         )
-        self._agent.history = self._history
+        self._agent.update_log = self._update_log
         self._agent.start()
-        self._agent.gossip(matching, gradients_per_meeting)
-        return BackgroundGossip(self._agent, self.roll, self.ranks, self.rank, self.name, self._threads.timeout_s, self.store)
+        self._agent.gossip(matching, steps_per_exchange)
+        return BackgroundGossip(
+            self._agent, self.membership, self.ranks, self.rank, self.name, self._threads.timeout_s, self.store
+        )
 
-    def add(self, peer: int, d: Tensor) -> int:
+    def remote_add(self, peer: int, d: Tensor) -> int:
         theirs = SharedVector(self._board, peer)
         with theirs.locked():
             number, version = theirs.count(writes=1)
-            if self._history is not None:
-                self._history.note(Op.ADD, peer, number, self.rank)
+            if self._update_log is not None:
+                self._update_log.append(Op.REMOTE_ADD, peer, number, self.rank)
             theirs.vector.add_(d)
         self._bytes += d.numel() * d.element_size()
         return version - 1
 
-    def get(self, peer: int, out: Tensor) -> int:
+    def remote_get(self, peer: int, out: Tensor) -> int:
         theirs = SharedVector(self._board, peer)
         with theirs.locked():
             number, version = theirs.count()
-            if self._history is not None:
-                self._history.note(Op.GET, peer, number, self.rank)
+            if self._update_log is not None:
+                self._update_log.append(Op.REMOTE_GET, peer, number, self.rank)
             out.copy_(theirs.vector)
         return version
 
-    def record(self, history: UpdateLog) -> None:
-        self._history = history
+    def record(self, update_log: UpdateLog) -> None:
+        self._update_log = update_log
 
-    def part(self, ranks: Sequence[int], name: str) -> ThreadCommunicator | None:
+    def new_group(self, ranks: Sequence[int], name: str) -> ThreadCommunicator | None:
         if self.rank not in ranks:
             return None
         return ThreadCommunicator(

@@ -1,6 +1,6 @@
-"""Processes, on one machine or many: torch.distributed carries the rendezvous, agents carry the meetings.
+"""Processes, on one machine or many: torch.distributed carries the rendezvous, agents carry the exchanges.
 
-Collectives run on a process group of their own (gloo on CPU; NCCL on GPU, untested here). One-sided verbs and meetings go
+Collectives run on a process group of their own (gloo on CPU; NCCL on GPU, untested here). One-sided verbs and exchanges go
 through the agents: in shared memory between learners of one machine (wire shm, or auto), over a connection per edge
 otherwise. Published vectors live in host memory.
 """
@@ -42,8 +42,8 @@ def gloo(store: JobStore, name: str, rank: int, size: int, host: str, timeout_s:
 class _TorchWork:
     """A collective under way."""
 
-    def __init__(self, net: TorchCommunicator, works: Sequence[Any], finish: Callable[[], Tensor]) -> None:
-        self._net, self._works, self._finish = net, works, finish
+    def __init__(self, comm: TorchCommunicator, works: Sequence[Any], finish: Callable[[], Tensor]) -> None:
+        self._comm, self._works, self._finish = comm, works, finish
 
     @property
     def done(self) -> bool:
@@ -51,7 +51,7 @@ class _TorchWork:
 
     def wait(self) -> Tensor:
         for work in self._works:
-            self._net.patiently(work.wait)
+            self._comm.patiently(work.wait)
         return self._finish()
 
 
@@ -79,12 +79,12 @@ class TorchCommunicator:
         self.store, self.ranks, self.rank, self.size = store, list(ranks), rank, len(ranks)
         self.machines, self.host, self.name, self.timeout_s = list(machines), host, name, timeout_s
         self.share_memory, self.device = share_memory, device or torch.device("cpu")
-        self.roll = StoreMembership(store)
+        self.membership = StoreMembership(store)
         self._group = self._make_group()
         self._board: SharedVectors | None = None
         self._agent: GossipThread | None = None
-        self._history: UpdateLog | None = None
-        self._huddle: ShmNodeGroup | None = None
+        self._update_log: UpdateLog | None = None
+        self._node_group: ShmNodeGroup | None = None
         self._callers: dict[int, RemoteMemoryClient] = {}
         self._bytes = 0
         self._token = b""
@@ -106,15 +106,15 @@ class TorchCommunicator:
         try:
             return wait()
         except (RuntimeError, OSError) as error:
-            raise self.roll.explain(error, self.ranks, self.ranks[self.rank]) from error
+            raise self.membership.explain(error, self.ranks, self.ranks[self.rank]) from error
 
-    def living(self) -> list[int]:
-        dead = self.roll.dead()
+    def live_ranks(self) -> list[int]:
+        dead = self.membership.failed_ranks()
         return [m for m in range(self.size) if self.ranks[m] not in dead]
 
     # -- rendezvous ------------------------------------------------------------------------------------------------
 
-    def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> _TorchWork:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> _TorchWork:
         if exact:
             return self._start_exact_mean(x, weight)
         out = x.to(self.device).clone() if weight is None else x.to(self.device) * weight
@@ -156,10 +156,10 @@ class TorchCommunicator:
         self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
         return self.patiently(lambda: self._group.allreduce([x], AllreduceOptions()))
 
-    def reduce_in_place(self, x: Tensor) -> _TorchWork:
+    def all_reduce_(self, x: Tensor) -> _TorchWork:
         return _TorchWork(self, [self._allreduce(x)], lambda: x)
 
-    def start_mix(self, x: Tensor, row: dict[int, float]) -> _TorchWork:
+    def neighbor_average(self, x: Tensor, row: dict[int, float]) -> _TorchWork:
         members = sorted(row)
         received = {member: x if member == self.rank else torch.empty_like(x) for member in members}
         works = []
@@ -176,21 +176,21 @@ class TorchCommunicator:
 
         return _TorchWork(self, works, finish)
 
-    def cast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         if self.size > 1:
             options = BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             self.patiently(lambda: self._group.broadcast([x], options).wait())
             self._bytes += x.numel() * x.element_size() if self.rank == 0 else 0
 
-    def huddle(self, like: Tensor) -> NodeGroup:
+    def node_group(self, like: Tensor) -> NodeGroup:
         together = self.share_memory and len(set(self.machines)) == 1 and self.device.type == "cpu"
         if self.size == 1 or not together:
             return CollectiveNodeGroup(self)
-        self._huddle = ShmNodeGroup(
-            self.rank, self.size, like, self.store, f"{self.name}/huddle", self.timeout_s, self.patiently
+        self._node_group = ShmNodeGroup(
+            self.rank, self.size, like, self.store, f"{self.name}/node_group", self.timeout_s, self.patiently
         )
-        return self._huddle
+        return self._node_group
 
     # -- one-sided -------------------------------------------------------------------------------------------------
 
@@ -207,17 +207,17 @@ class TorchCommunicator:
             memory.publish(self.rank, host_vector)
             board = memory.seen_by(self.rank)
         self._board = board
-        published = SharedVector(board, self.rank)
+        shared_weights = SharedVector(board, self.rank)
         away = [m for m in range(self.size) if m not in here]
         listener = listen(self.host) if away else None
         self._token = self.store.claim(f"{self.name}/token", secrets.token_hex(16)).encode()
         self._agent = GossipThread(
-            published,
+            shared_weights,
             board,
             self.size,
             self._token,
             listener,
-            lambda r, why: self.roll.report(self.ranks[r], why),
+            lambda r, why: self.membership.report(self.ranks[r], why),
         )
         if listener is not None:
             host, port = listener.getsockname()[:2]
@@ -228,16 +228,16 @@ class TorchCommunicator:
     def _address(self, peer: int) -> str:
         deadline = time.monotonic() + self.timeout_s
         while (address := self.store.get(f"{self.name}/agent/{peer}")) is None:
-            if time.monotonic() > deadline or self.ranks[peer] in self.roll.dead():
+            if time.monotonic() > deadline or self.ranks[peer] in self.membership.failed_ranks():
                 raise PeerLost(
                     f"rank {self.ranks[peer]} did not say where its agent listens",
                     where=f"rank {self.ranks[self.rank]}, after {self.timeout_s:.0f} s",
-                    do="look at its log; raise timeout_s if it starts slowly",
+                    hint="look at its log; raise timeout_s if it starts slowly",
                 )
             time.sleep(0.005)
         return address
 
-    def gossip(self, published: SharedWeights, matching: Matching, gradients_per_meeting: float) -> BackgroundGossip:
+    def gossip(self, shared_weights: SharedWeights, matching: Matching, steps_per_exchange: float) -> BackgroundGossip:
         assert self._agent is not None
         assert self._board is not None
         away = {m for m in range(self.size) if m not in self._board.here}
@@ -249,8 +249,8 @@ class TorchCommunicator:
         if not self._agent.running:
             self._agent.start()
         self._agent.await_partners(partners, self.timeout_s)
-        self._agent.gossip(matching, gradients_per_meeting)
-        return BackgroundGossip(self._agent, self.roll, self.ranks, self.rank, self.name, self.timeout_s, self.store)
+        self._agent.gossip(matching, steps_per_exchange)
+        return BackgroundGossip(self._agent, self.membership, self.ranks, self.rank, self.name, self.timeout_s, self.store)
 
     def _remote(self, peer: int) -> RemoteMemoryClient:
         if peer not in self._callers:
@@ -259,39 +259,39 @@ class TorchCommunicator:
             )
         return self._callers[peer]
 
-    def add(self, peer: int, d: Tensor) -> int:
+    def remote_add(self, peer: int, d: Tensor) -> int:
         assert self._board is not None
         d = d.to("cpu").contiguous()
         if peer in self._board.here:
             theirs = SharedVector(self._board, peer)
             with theirs.locked():
                 number, version = theirs.count(writes=1)
-                if self._history is not None:
-                    self._history.note(Op.ADD, peer, number, self.rank)
+                if self._update_log is not None:
+                    self._update_log.append(Op.REMOTE_ADD, peer, number, self.rank)
                 theirs.vector.add_(d)
             return version - 1
         self._bytes += d.numel() * d.element_size()
         return self._remote(peer).add(bytes_of(d))
 
-    def get(self, peer: int, out: Tensor) -> int:
+    def remote_get(self, peer: int, out: Tensor) -> int:
         assert self._board is not None
         if peer in self._board.here:
             theirs = SharedVector(self._board, peer)
             with theirs.locked():
                 number, version = theirs.count()
-                if self._history is not None:
-                    self._history.note(Op.GET, peer, number, self.rank)
+                if self._update_log is not None:
+                    self._update_log.append(Op.REMOTE_GET, peer, number, self.rank)
                 out.copy_(theirs.vector)
             return version
         return self._remote(peer).get(bytes_of(out))
 
-    def record(self, history: UpdateLog) -> None:
+    def record(self, update_log: UpdateLog) -> None:
         assert self._agent is not None
-        self._history = self._agent.history = history
+        self._update_log = self._agent.update_log = update_log
 
     # -- parts and end ---------------------------------------------------------------------------------------------
 
-    def part(self, ranks: Sequence[int], name: str) -> TorchCommunicator | None:
+    def new_group(self, ranks: Sequence[int], name: str) -> TorchCommunicator | None:
         if self.rank not in ranks:
             return None
         return TorchCommunicator(
@@ -310,8 +310,8 @@ class TorchCommunicator:
         return self._bytes + (self._agent.traffic.sent_bytes if self._agent is not None else 0)
 
     def close(self) -> None:
-        if self._huddle is not None:
-            self._huddle.close()
+        if self._node_group is not None:
+            self._node_group.close()
         callers, self._callers = self._callers, {}
         for caller in callers.values():
             caller.close()
@@ -326,6 +326,6 @@ class TorchCommunicator:
 
     def _lost_somebody(self) -> bool:
         try:
-            return len(self.living()) < self.size
+            return len(self.live_ranks()) < self.size
         except RoundelayError:  # the store is gone, and with it whoever served it
             return True

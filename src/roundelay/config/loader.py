@@ -47,7 +47,7 @@ class TrainConfig(EngineConfig):
     loader: str = "thread"  # thread, or process: where the task's own Python makes the batches
     exact: bool = False  # sums in rank order: repeatable to the bit, slower
     machines: int = 0  # pretend that this machine is so many (for testing hierarchies)
-    gradients_per_meeting: float = 1.0  # above 1: meet more rarely, when meetings cost CPU that training needs
+    steps_per_exchange: float = 1.0  # above 1: meet more rarely, when exchanges cost CPU that training needs
     run: str = ""  # the run's directory; default runs/<name>-<strategy>-<number>
     resume: str = "no"  # no, auto (newest whole checkpoint of the run), or a checkpoint's path
     save_every_epochs: float = 1.0  # checkpoint and evaluation
@@ -55,11 +55,11 @@ class TrainConfig(EngineConfig):
     evaluate: bool = True  # judge the average model at every checkpoint
     slow: str = ""  # straggler injection: "1:2.0" makes rank 1 take twice its time
     timeout_s: float = 60.0  # how long a rendezvous may wait
-    log_every_s: float = 1.0  # how often a learner writes its figures
+    log_every_s: float = 1.0  # how often a learner writes its metrics
     host: str = "127.0.0.1"  # the address that sockets bind; "auto": the one that reaches MASTER_ADDR
     port: int = 0  # of the job's store; 0: the system chooses
     progress: str = "auto"  # auto, rich, plain, none
-    tensorboard: bool = True  # write the run's figures for TensorBoard, too
+    tensorboard: bool = True  # write the run's metrics for TensorBoard, too
     record: bool = False  # note the order of events down, so that roundelay replay can do an asynchronous run again
 
 
@@ -72,7 +72,7 @@ CHOICES = {
 }
 MINIMUM: dict[str, float] = {
     "learners": 1, "epochs": 0, "seed": 0, "lr": 0, "momentum": 0, "weight_decay": 0, "clip": 0, "warmup_epochs": 0,
-    "anneal_after_epochs": 0, "machines": 0, "gradients_per_meeting": 0.01, "loaders": 0, "save_every_epochs": 0.001, "keep": 1,
+    "anneal_after_epochs": 0, "machines": 0, "steps_per_exchange": 0.01, "loaders": 0, "save_every_epochs": 0.001, "keep": 1,
     "timeout_s": 1, "log_every_s": 0.01, "port": 0,
 }  # fmt: skip
 KINDS = {"int": int, "float": float, "bool": bool, "str": str}
@@ -102,7 +102,7 @@ def load(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:
-            raise UsageError(f"'{item}' is not key=value", where="command line", do="write for example strategy=kstep lr=0.1")
+            raise UsageError(f"'{item}' is not key=value", where="command line", hint="write for example strategy=kstep lr=0.1")
         _set(values, key.strip(), _literal(text), "command line")
         origin[key.strip().split(".")[0]] = "command line"
     return ResolvedConfig(TrainConfig(**values), origin, folder)
@@ -113,12 +113,12 @@ def _read(path: Path) -> list[tuple[str, Any, int]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise UsageError(f"cannot read {path}: {why}", where="FILE", do="give the path of a TOML file") from error
+        raise UsageError(f"cannot read {path}: {why}", where="FILE", hint="give the path of a TOML file") from error
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(
-            f"{path} is not valid TOML: {error}", where=str(path), do='values of text need quotes: key = "text"'
+            f"{path} is not valid TOML: {error}", where=str(path), hint='values of text need quotes: key = "text"'
         ) from error
     lines = text.splitlines()
 
@@ -144,10 +144,10 @@ def _set(values: dict[str, Any], key: str, value: Any, where: str) -> None:
         values[table] = {**values.get(table, {}), inner: value}
         return
     if key not in known:
-        raise UsageError(f"there is no setting '{key}'", where=where, do=did_you_mean(key, known))
+        raise UsageError(f"there is no setting '{key}'", where=where, hint=did_you_mean(key, known))
     if key in TABLES:
         if not isinstance(value, dict):
-            raise UsageError(f"{key} must be a table", where=where, do=f"write [{key}] in the file, or {key}.name=value")
+            raise UsageError(f"{key} must be a table", where=where, hint=f"write [{key}] in the file, or {key}.name=value")
         values[key] = {**values.get(key, {}), **value}
         return
     values[key] = _checked(key, value, str(known[key].type), where)
@@ -170,12 +170,12 @@ def _checked(key: str, value: Any, kind: str, where: str) -> Any:
         raise UsageError(
             f"{key} is {value!r}, but must be {' or '.join(k.__name__ for k in wanted)}",
             where=where,
-            do=f"for example {key}={_example(key)}",
+            hint=f"for example {key}={_example(key)}",
         )
     if key in CHOICES and value not in CHOICES[key]:
-        raise UsageError(f"{key} cannot be '{value}'", where=where, do=did_you_mean(str(value), CHOICES[key]))
+        raise UsageError(f"{key} cannot be '{value}'", where=where, hint=did_you_mean(str(value), CHOICES[key]))
     if key in MINIMUM and not MINIMUM[key] <= value < float("inf"):  # nan is refused too
-        raise UsageError(f"{key} is {value}", where=where, do=f"give a number of at least {MINIMUM[key]:g}")
+        raise UsageError(f"{key} is {value}", where=where, hint=f"give a number of at least {MINIMUM[key]:g}")
     return value
 
 
@@ -226,24 +226,28 @@ def build_task(resolved: ResolvedConfig) -> Any:
     """The task that the settings name."""
     name, options = resolved.settings.task, resolved.settings.task_options
     if not name:
-        raise UsageError("no task is named", where="task", do='set task = "importable.module:Class" in the file')
+        raise UsageError("no task is named", where="task", hint='set task = "importable.module:Class" in the file')
     module, colon, attribute = name.partition(":")
     extend_sys_path(resolved)
     try:
         cls = getattr(importlib.import_module(module), attribute if colon else "Task")
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"task '{name}' cannot be loaded: {error}", where="task", do="give importable.module:Class") from error
+        raise UsageError(
+            f"task '{name}' cannot be loaded: {error}", where="task", hint="give importable.module:Class"
+        ) from error
     known = {f.name for f in fields(cls) if f.init} if hasattr(cls, "__dataclass_fields__") else None
     for key in options:
         if known is not None and key not in known:
-            raise UsageError(f"task '{name}' has no setting '{key}'", where=f"task_options.{key}", do=did_you_mean(key, known))
+            raise UsageError(
+                f"task '{name}' has no setting '{key}'", where=f"task_options.{key}", hint=did_you_mean(key, known)
+            )
     if known is not None and "seed" in known:
         options = {"seed": resolved.settings.seed, **options}
     try:
         return cls(**options)
     except TypeError as error:
         raise UsageError(
-            f"task '{name}' does not take these settings: {error}", where="task_options", do="see the class"
+            f"task '{name}' does not take these settings: {error}", where="task_options", hint="see the class"
         ) from error
 
 

@@ -20,10 +20,10 @@ BUCKET_BYTES = 8 << 20
 
 
 class Buckets:
-    """The flat gradient, cut for travelling."""
+    """The flat gradient, cut for reducing."""
 
-    def __init__(self, flat: Flat, reduce_in_place: Callable[[Tensor], Work]) -> None:
-        self._reduce = reduce_in_place
+    def __init__(self, flat: Flat, all_reduce_: Callable[[Tensor], Work]) -> None:
+        self._reduce = all_reduce_
         self._buckets: list[list[ParamSlice]] = [[]]
         limit, filled = FIRST_BYTES, 0
         for slot in reversed(flat.slots):
@@ -39,7 +39,7 @@ class Buckets:
         self._missing: list[set[nn.Parameter]] = []
         self._left: list[Work] = []
         self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]  # torch
+            slot.parameter.register_post_accumulate_grad_hook(self._on_grad_ready)  # type: ignore[no-untyped-call]  # torch
             for slot in flat.slots
         ]
 
@@ -49,7 +49,7 @@ class Buckets:
             hook.remove()
 
     @contextmanager
-    def travelling(self, g: Tensor, weight: float) -> Iterator[None]:
+    def reducing(self, g: Tensor, weight: float) -> Iterator[None]:
         """Inside, every gradient that backward completes is weighted, written to g and sent off."""
         self._g, self._weight, self._left = g, weight, []
         self._missing = [{slot.parameter for slot in slots} for slots in self._buckets]
@@ -61,19 +61,19 @@ class Buckets:
                     if slot.parameter in missing:
                         g[slot.start : slot.stop].zero_()
                 missing.clear()
-            self._send_off()
+            self._launch_ready_buckets()
         finally:
             self._g = None
 
-    def _arrived(self, parameter: nn.Parameter) -> None:
+    def _on_grad_ready(self, parameter: nn.Parameter) -> None:
         if self._g is None or parameter.grad is None:
             return
         b, slot = self._place[parameter]
         torch.mul(parameter.grad.reshape(-1), self._weight, out=self._g[slot.start : slot.stop])
         self._missing[b].discard(parameter)
-        self._send_off()
+        self._launch_ready_buckets()
 
-    def _send_off(self) -> None:
+    def _launch_ready_buckets(self) -> None:
         assert self._g is not None
         while len(self._left) < len(self._buckets) and not self._missing[len(self._left)]:
             slots = self._buckets[len(self._left)]

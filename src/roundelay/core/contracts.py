@@ -34,7 +34,7 @@ class Task(Protocol):
         """The mean loss over the batch's samples, ready for backward()."""
 
     def evaluate(self, module: nn.Module, part: int, parts: int) -> dict[str, tuple[float, float]]:
-        """Held-out figures over the part-th of `parts` equal shares: name -> (sum, count). 'loss' must be among them."""
+        """Held-out metrics over the part-th of `parts` equal shares: name -> (sum, count). 'loss' must be among them."""
 
 
 C = TypeVar("C")
@@ -75,36 +75,36 @@ class Runtime(Protocol):
     def stamp(self) -> str:
         """The time as the lines of a log begin with it."""
 
-    def begin_with(self, number: int) -> None:
-        """Torch's own dice roll from this number: first weights, the same for all learners."""
+    def seed_init(self, number: int) -> None:
+        """Torch's own dice membership from this number: first weights, the same for all learners."""
 
-    def seed(self, number: int) -> None:
-        """From now on the learner's dice (dropout and the like) roll from this number."""
+    def seed_rank(self, number: int) -> None:
+        """From now on the learner's dice (dropout and the like) membership from this number."""
 
-    def dice(self) -> Tensor:
+    def rng_state(self) -> Tensor:
         """The state of the learner's dice, for a checkpoint."""
 
-    def set_dice(self, state: Tensor) -> None: ...
+    def set_rng_state(self, state: Tensor) -> None: ...
 
-    def rolling(self) -> AbstractContextManager[object]:
+    def rng_scope(self) -> AbstractContextManager[object]:
         """Inside, torch's dice are this learner's."""
 
     def compute(self, gradient: Callable[[], float], samples: int, slow: float) -> float:
         """Runs forward and backward on so many samples and returns the loss; `slow` times as long as usual."""
 
-    def ahead(
+    def prefetch(
         self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int
     ) -> Prefetcher[C]:
         """The claims with what `prepare` makes of each, claimed and made in the background by so many loaders."""
 
-    def watch(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
+    def start_periodic(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
         """Calls `look` every so often in the background, or `hear` when somebody has died and that is known without looking.
         Returns what ends it."""
 
     def events(self, path: Path | None, rank: int) -> EventWriter:
         """Where this learner's events go."""
 
-    def speaks(self, rank: int) -> bool:
+    def owns_terminal(self, rank: int) -> bool:
         """Whether this learner writes a log of its own and listens to signals."""
 
 
@@ -131,7 +131,7 @@ class Work(Protocol):
 
 
 class Store(Protocol):
-    """The job's small shared memory: counters, notes, roll-calls. Never on the path of a vector."""
+    """The job's small shared memory: counters, notes, membership-calls. Never on the path of a vector."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -170,20 +170,20 @@ class GossipHandle(Protocol):
     rounds: int
     """Rounds that everybody has played, known after finish()."""
 
-    def credit(self) -> None:
+    def notify_step(self) -> None:
         """The learner has done one more gradient."""
 
     def finish(self) -> None:
         """The learner has no more work: answer until everybody is done, play to the last common round, stop."""
 
-    def drain(self) -> dict[str, float]:
-        """Figures since the last call: meetings, bytes, seconds, pair distance."""
+    def pop_metrics(self) -> dict[str, float]:
+        """Figures since the last call: exchanges, bytes, seconds, pair distance."""
 
 
 class Membership(Protocol):
     """Who of the whole job is dead; ranks here are ranks of the whole job."""
 
-    def dead(self) -> dict[int, str]:
+    def failed_ranks(self) -> dict[int, str]:
         """Everybody known to be dead, with the reason."""
 
     def report(self, rank: int, why: str) -> None:
@@ -198,10 +198,10 @@ class NodeGroup(Protocol):
     def slot(self) -> Tensor | None:
         """Where this member's vector costs no copy: the first one's weights, the others' gradients. None: anywhere."""
 
-    def hand_out(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         """Rendezvous: x of every member becomes that of the first, who leaves it alone until the sum is there."""
 
-    def add_up(self, x: Tensor) -> Work:
+    def reduce(self, x: Tensor) -> Work:
         """Rendezvous: the first one's x, a part of a whole vector, becomes the sum over all members; what the others' becomes
         is not said."""
 
@@ -220,42 +220,42 @@ class Communicator(Protocol):
     def store(self) -> Store: ...
 
     @property
-    def roll(self) -> Membership: ...
+    def membership(self) -> Membership: ...
 
-    def living(self) -> list[int]:
+    def live_ranks(self) -> list[int]:
         """Members not known to be dead, as ranks of this group."""
 
-    def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> Work:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> Work:
         """Rendezvous: the weighted mean of everybody's x, which must stay as it is until waited for. A new tensor."""
 
-    def reduce_in_place(self, x: Tensor) -> Work:
+    def all_reduce_(self, x: Tensor) -> Work:
         """Rendezvous: x becomes the sum over all members (native all-reduce); for buckets of gradients."""
 
-    def start_mix(self, x: Tensor, row: dict[int, float]) -> Work:
+    def neighbor_average(self, x: Tensor, row: dict[int, float]) -> Work:
         """Rendezvous of neighbours: sum over row of weight * their x, added in rank order. `row` must be symmetric."""
 
-    def cast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         """Rendezvous: x of every member becomes that of member 0."""
 
-    def huddle(self, like: Tensor) -> NodeGroup:
+    def node_group(self, like: Tensor) -> NodeGroup:
         """Rendezvous: what a machine's learners need to be one worker, for vectors of this length and type."""
 
     def publish(self, vector: Tensor) -> SharedWeights:
         """Rendezvous: a published copy of the vector."""
 
-    def gossip(self, published: SharedWeights, matching: Matching, gradients_per_meeting: float) -> GossipHandle:
-        """Start the background meetings of `published`."""
+    def gossip(self, shared_weights: SharedWeights, matching: Matching, steps_per_exchange: float) -> GossipHandle:
+        """Start the background exchanges of `published`."""
 
-    def add(self, peer: int, d: Tensor) -> int:
+    def remote_add(self, peer: int, d: Tensor) -> int:
         """One-sided: peer's published vector += d. Returns its version before the addition."""
 
-    def get(self, peer: int, out: Tensor) -> int:
+    def remote_get(self, peer: int, out: Tensor) -> int:
         """One-sided: out <- peer's published vector. Returns its version."""
 
-    def record(self, history: UpdateLog) -> None:
+    def record(self, update_log: UpdateLog) -> None:
         """From now on everything this member and its agent do to published vectors is noted down."""
 
-    def part(self, ranks: Sequence[int], name: str) -> Communicator | None:
+    def new_group(self, ranks: Sequence[int], name: str) -> Communicator | None:
         """Rendezvous of the whole group: a net among these members (None for others)."""
 
     def bytes_sent(self) -> int:

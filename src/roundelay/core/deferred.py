@@ -1,6 +1,6 @@
 """Vectors that are worked out only when somebody needs them as vectors.
 
-`me.move(-me.delta(me.grad()))` reads as three vectors; taken literally it would write two of them to memory for nothing.
+`me.add_to(-me.delta(me.grad()))` reads as three vectors; taken literally it would write two of them to memory for nothing.
 A gradient and a displacement are therefore promises: arithmetic that cannot be kept as a promise turns them into tensors.
 """
 
@@ -81,28 +81,28 @@ class Update(DeferredVector):
         self._shared: dict[str, Tensor] = {}
 
     @abstractmethod
-    def work_out(self) -> Tensor:
+    def compute(self) -> Tensor:
         """D(g) as a tensor; advances the optimizer's state."""
 
     @abstractmethod
-    def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
+    def add_to(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
         """w <- w + self and phi <- w in as few passes as possible. `untouched`: w is still what phi was read from."""
 
-    def place(self, base: Tensor, phi: Tensor) -> None:
+    def assign_to(self, base: Tensor, phi: Tensor) -> None:
         """phi <- base + self, where phi is what the gradient was taken at."""
         torch.add(base, self.tensor(), out=phi)
 
     @property
-    def worked_out(self) -> bool:
+    def computed(self) -> bool:
         return bool(self._shared)
 
-    def use_up(self) -> None:
+    def consume(self) -> None:
         """The displacement goes straight into w and never becomes a tensor: a second use would run D again."""
         self._shared["d"] = CONSUMED
 
     def tensor(self) -> Tensor:
         if not self._shared:
-            self._shared["d"] = self.work_out()
+            self._shared["d"] = self.compute()
         d = self._shared["d"]
         if d is CONSUMED:
             raise RuntimeError("a displacement was used again after it had moved w: call .tensor() on it before")
@@ -132,7 +132,7 @@ class Update(DeferredVector):
 
 
 class UpdatedVector(DeferredVector):
-    """base + displacement, as in `me.place(mean - d)`: neither d nor the sum has to be written to memory of its own."""
+    """base + displacement, as in `me.assign_to(mean - d)`: neither d nor the sum has to be written to memory of its own."""
 
     def __init__(self, base: Tensor, by: Update) -> None:
         self.base, self.by = base, by
@@ -143,9 +143,9 @@ class UpdatedVector(DeferredVector):
             self._tensor = self.base + self.by.tensor()
         return self._tensor
 
-    def place(self, phi: Tensor) -> None:
+    def assign_to(self, phi: Tensor) -> None:
         if self._tensor is None:
-            self.by.place(self.base, phi)
+            self.by.assign_to(self.base, phi)
         else:
             phi.copy_(self._tensor)
 

@@ -31,14 +31,14 @@ class Flat:
         self.module = module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
-            raise UsageError("the module has no parameter to train", do="give a module with requires_grad parameters")
+            raise UsageError("the module has no parameter to train", hint="give a module with requires_grad parameters")
         kinds = {(p.dtype, p.device) for _, p in named}
         if len(kinds) != 1:
             found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
             raise UsageError(
                 "the parameters do not share one type and device",
                 where=found,
-                do="convert the module with .to(dtype, device) before handing it over; use autocast for mixed precision",
+                hint="convert the module with .to(dtype, device) before handing it over; use autocast for mixed precision",
             )
         self.dtype, self.device = kinds.pop()
         self.phi = torch.empty(sum(p.numel() for _, p in named), dtype=self.dtype, device=self.device)
@@ -57,16 +57,16 @@ class Flat:
         for layer in module.modules():
             if isinstance(layer, nn.RNNBase) and self.device.type == "cuda":
                 layer.flatten_parameters()  # GPU: untested here; cuDNN wants its weights packed, then re-tied below
-        self._tie()
+        self._bind_views()
 
-    def _tie(self) -> None:
+    def _bind_views(self) -> None:
         for slot in self.slots:
             slot.parameter.data = self.phi[slot.start : slot.stop].view_as(slot.parameter)
 
-    def live_in(self, memory: Tensor) -> None:
+    def rebase(self, memory: Tensor) -> None:
         """The parameters move into this memory, with their values."""
         self.phi = memory.copy_(self.phi)
-        self._tie()
+        self._bind_views()
 
     def clear_gradients(self) -> None:
         for slot in self.slots:

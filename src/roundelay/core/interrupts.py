@@ -90,11 +90,11 @@ def as_interrupted(where: str, again: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted("stopped; what is done is kept", where=where, do=again) from None
+        raise Interrupted("stopped; what is done is kept", where=where, hint=again) from None
     except Exception:
         if not was_interrupted():
             raise
-        raise Interrupted("stopped; what is done is kept", where=where, do=again) from None
+        raise Interrupted("stopped; what is done is kept", where=where, hint=again) from None
 
 
 @contextmanager

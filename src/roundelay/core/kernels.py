@@ -106,7 +106,7 @@ def pair_average(a: Tensor, b: Tensor) -> None:
 
 
 def add_half_difference(w: Tensor, other: Tensor, mine: Tensor) -> None:
-    """w <- w + (other - mine) / 2: the delta rule of a meeting."""
+    """w <- w + (other - mine) / 2: the delta rule of a exchange."""
     if (host := _host(w, other, mine)) is not None:
         _add_half_difference(*host)
     else:

@@ -58,7 +58,7 @@ def _spread(work: Callable[[Item], Result], items: Sequence[Item], jobs: int, ch
                 yield from waiting.popleft().result()
         except BrokenProcessPool:
             raise RoundelayError(
-                "a working process died", where=f"one of {jobs} jobs", do="it may have run out of memory: use fewer jobs"
+                "a working process died", where=f"one of {jobs} jobs", hint="it may have run out of memory: use fewer jobs"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -27,14 +27,14 @@ class Op(IntEnum):
 
     STEP = 1  # a learner begins a step on this piece of the data
     READ = 2  # phi <- w
-    MOVE = 3  # w <- w + d
-    PLACE = 4  # w <- x
-    ADD = 5  # by the actor, one-sided
-    GET = 6  # by the actor, one-sided
-    MEET = 7  # averaged in place with the actor's vector; noted for both vectors
+    UPDATE = 3  # w <- w + d
+    ASSIGN = 4  # w <- x
+    REMOTE_ADD = 5  # by the actor, one-sided
+    REMOTE_GET = 6  # by the actor, one-sided
+    PAIR_AVERAGE = 7  # averaged in place with the actor's vector; noted for both vectors
     SNAPSHOT = 8  # taken for the actor in this round
-    HALF = 9  # half the difference between the actor's snapshot of this round and one's own was added
-    LAST = 10  # what goes into the closing average
+    APPLY_HALF_DIFF = 9  # half the difference between the actor's snapshot of this round and one's own was added
+    FINAL_READ = 10  # what goes into the closing average
 
 
 class UpdateLog:
@@ -47,11 +47,11 @@ class UpdateLog:
         self._write_card(complete=False)
         self._file = open(self._path.with_suffix(".bin"), "wb", buffering=1 << 16)  # noqa: SIM115  # closed by close
 
-    def note(self, kind: Op, vector: int, number: int, actor: int, round: int = -1) -> None:
-        self._append((kind, vector, number, actor, round, 0, 0, 0))
+    def append(self, op: Op, vector: int, number: int, actor: int, round: int = -1) -> None:
+        self._append((op, vector, number, actor, round, 0, 0, 0))
 
-    def step(self, epoch: int, start: int, stop: int, own: int, samples: int, round_samples: int, position: int) -> None:
-        self._append((Op.STEP, epoch, start, stop, own, samples, round_samples, position))
+    def step(self, epoch: int, start: int, stop: int, own: int, samples: int, global_samples: int, position: int) -> None:
+        self._append((Op.STEP, epoch, start, stop, own, samples, global_samples, position))
 
     def _append(self, record: tuple[int, ...]) -> None:
         self._file.write(np.array(record, dtype="<i8").tobytes())

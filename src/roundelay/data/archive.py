@@ -232,12 +232,12 @@ class Archive:
             raise DataError(
                 f"the archive holds examples of another configuration: {told}",
                 where=str(self.folder),
-                do="pack these features again (roundelay pack), or name the archive that belongs to them",
+                hint="pack these features again (roundelay pack), or name the archive that belongs to them",
             )
 
 
 def damaged(path: Path, what: str) -> DataError:
-    return DataError(f"shard {path.name} of the archive is damaged: {what}", where=str(path), do="pack the archive again")
+    return DataError(f"shard {path.name} of the archive is damaged: {what}", where=str(path), hint="pack the archive again")
 
 
 def _read_index(folder: Path) -> tuple[About, np.ndarray]:
@@ -245,19 +245,21 @@ def _read_index(folder: Path) -> tuple[About, np.ndarray]:
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         if index["format"] != FORMAT:
-            raise DataError(f"the archive has format {index['format']}, this version reads {FORMAT}", where=str(folder), do=do)
+            raise DataError(
+                f"the archive has format {index['format']}, this version reads {FORMAT}", where=str(folder), hint=do
+            )
         about = About(layout=Layout(**index["layout"]), **{k: v for k, v in index.items() if k not in ("format", "layout")})
         if zlib.crc32((folder / BLOCKS).read_bytes()) != about.blocks_crc32:
-            raise DataError("the archive's list of blocks is damaged", where=str(folder / BLOCKS), do=do)
+            raise DataError("the archive's list of blocks is damaged", where=str(folder / BLOCKS), hint=do)
         blocks = np.load(folder / BLOCKS, allow_pickle=False)
         if blocks.dtype != np.int64 or blocks.ndim != 2 or blocks.shape[1] != COLUMNS:
             raise ValueError(f"{BLOCKS} holds {blocks.dtype} {blocks.shape}")
         if int(blocks[:, EXAMPLES].sum()) != about.examples:
             raise ValueError(f"{BLOCKS} speaks of {int(blocks[:, EXAMPLES].sum())} examples, {INDEX} of {about.examples}")
     except FileNotFoundError as error:
-        raise DataError("there is no archive here, or not all of it", where=str(error.filename or folder), do=do) from None
+        raise DataError("there is no archive here, or not all of it", where=str(error.filename or folder), hint=do) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"the archive cannot be read: {error}", where=str(folder), do=do) from None
+        raise DataError(f"the archive cannot be read: {error}", where=str(folder), hint=do) from None
     return about, blocks
 
 

@@ -119,7 +119,7 @@ class PrefetchLoader(Generic[Claim]):
                     raise DataError(
                         f"training data could not be read, {TRIES} times in a row: {error.strerror or error}",
                         where=str(error.filename or claim),
-                        do="check the disk or the network it is on; resume=auto goes on from the last checkpoint",
+                        hint="check the disk or the network it is on; resume=auto goes on from the last checkpoint",
                     ) from error
                 time.sleep(PAUSE_S)
         raise AssertionError("unreachable")
@@ -130,7 +130,7 @@ class PrefetchLoader(Generic[Claim]):
         if self._workers == 0:
             yield from self._one_by_one()
             return
-        self._threads = [threading.Thread(target=self._claim_all, name="claims", daemon=True)]
+        self._threads = [threading.Thread(target=self._claim_all, name="sharding", daemon=True)]
         self._threads += [threading.Thread(target=self._work, name=f"loader-{n}", daemon=True) for n in range(self._workers)]
         for thread in self._threads:
             thread.start()
@@ -189,7 +189,7 @@ class PrefetchLoader(Generic[Claim]):
             raise RoundelayError(
                 "the loaders of this learner have ended without a word",
                 where=f"{len(self._ahead)} pieces were claimed",
-                do="resume=auto goes on from the last checkpoint",
+                hint="resume=auto goes on from the last checkpoint",
             )
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class ProcessBatches:
                 self.deaths += 1
                 continue
             if kind == "error":
-                raise DataError(value[0], where=value[1], do=value[2])
+                raise DataError(value[0], where=value[1], hint=value[2])
             if kind == "bug":
                 raise RoundelayError(
                     f"a loader failed:\n{value}", where=f"epoch {claim.epoch}, places {claim.start} to {claim.stop}"
@@ -80,7 +80,7 @@ class ProcessBatches:
         raise DataError(
             f"{LIVES} loader processes died over the same piece of data",
             where=f"epoch {claim.epoch}, places {claim.start} to {claim.stop}",
-            do="too little memory kills processes: lower batch or loaders, or use loader=thread; see also the lines above",
+            hint="too little memory kills processes: lower batch or loaders, or use loader=thread; see also the lines above",
         )
 
     def _child(self) -> Connection:
@@ -95,7 +95,7 @@ class ProcessBatches:
                 process.start()
             except (TypeError, AttributeError, ValueError) as error:
                 raise UsageError(
-                    f"this task cannot be copied into a process: {error}", where="loader=process", do="use loader=thread"
+                    f"this task cannot be copied into a process: {error}", where="loader=process", hint="use loader=thread"
                 ) from error
             self._children = [(p, c) for p, c in self._children if p.is_alive()] + [(process, ours)]
         theirs.close()
@@ -125,7 +125,7 @@ def _serve(pipe: Connection, task: Batches) -> None:
         try:
             answer = "done", as_arrays(task.batch(*place))
         except RoundelayError as error:
-            answer = "error", (error.what, error.where, error.do)
+            answer = "error", (error.message, error.where, error.hint)
         except Exception:
             answer = "bug", traceback.format_exc()
         try:

@@ -49,7 +49,7 @@ def write(folder: Path, about: About, blocks: Iterable[Encoded], shard_bytes: in
         raise DataError(
             f"the archive cannot be written: {error.strerror or error}",
             where=str(folder),
-            do="make room or choose another disk; nothing of the archive was kept",
+            hint="make room or choose another disk; nothing of the archive was kept",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -66,7 +66,7 @@ def require_room(folder: Path, needed: float) -> None:
         raise DataError(
             f"the archive would take {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free",
             where=str(folder),
-            do="make room, choose another disk, or pack with one byte per value",
+            hint="make room, choose another disk, or pack with one byte per value",
         )
 
 

@@ -17,7 +17,7 @@ PROBE_BATCH = 64
 PROBES = 3
 
 
-def batch_sizes(batch: int | str | Sequence[int], place: DistributedContext, learner: Learner, task: Task) -> list[int]:
+def batch_sizes(batch: int | str | Sequence[int], context: DistributedContext, learner: Learner, task: Task) -> list[int]:
     """Every rank's batch, by rank."""
     if isinstance(batch, str) and batch.isdigit():
         batch = int(batch)
@@ -25,54 +25,54 @@ def batch_sizes(batch: int | str | Sequence[int], place: DistributedContext, lea
         return list(batch)
     if isinstance(batch, int):
         if batch < 1:
-            raise UsageError(f"a batch of {batch} samples", where="batch", do="give at least 1")
-        return [batch] * place.size
+            raise UsageError(f"a batch of {batch} samples", where="batch", hint="give at least 1")
+        return [batch] * context.size
     if batch == "auto":
-        return _by_speed(place, learner, task)
+        return _by_speed(context, learner, task)
     given: dict[str, int] = {}
     for part in batch.split(","):
         host, _, number = part.strip().rpartition(":")
         if not host or not number.isdigit() or int(number) < 1:
             raise UsageError(
-                f"'{part}' is not host:batch", where="batch", do='write batch="hostA:128,hostB:32", a number, or auto'
+                f"'{part}' is not host:batch", where="batch", hint='write batch="hostA:128,hostB:32", a number, or auto'
             )
         given[host] = int(number)
     sizes = []
-    for rank in range(place.size):
-        names = (place.machines[rank], place.hosts[rank])
+    for rank in range(context.size):
+        names = (context.machines[rank], context.hosts[rank])
         found = [given[name] for name in names if name in given]
         if not found:
             raise UsageError(
                 f"batch says nothing about the machine of rank {rank}",
                 where=f"batch={batch}",
-                do=f"add {names[1]}:N (machines here: {', '.join(sorted(set(place.hosts) | set(place.machines)))})",
+                hint=f"add {names[1]}:N (machines here: {', '.join(sorted(set(context.hosts) | set(context.machines)))})",
             )
         sizes.append(found[0])
     return sizes
 
 
-def _by_speed(place: DistributedContext, learner: Learner, task: Task) -> list[int]:
+def _by_speed(context: DistributedContext, learner: Learner, task: Task) -> list[int]:
     """A short probe of the gradient on every learner; the same global batch, shared out by speed."""
     count = min(PROBE_BATCH, task.samples)
     batch = task.batch(0, 0, count)
-    random = place.host.dice()
+    random = context.runtime.rng_state()
     times = []
     for _ in range(PROBES + 1):
-        began = place.host.clock()
+        began = context.runtime.clock()
         learner.flat.clear_gradients()
         learner._checked(lambda: _backward(task, learner, batch), count)()
-        times.append(place.host.clock() - began)
+        times.append(context.runtime.clock() - began)
     learner.flat.clear_gradients()
-    place.host.set_dice(random)
+    context.runtime.set_rng_state(random)
     rate = 1.0 / sorted(times[1:])[PROBES // 2]
     store = learner.job.store
-    store.set(f"probe/{place.rank}", json.dumps(rate))
+    store.set(f"probe/{context.rank}", json.dumps(rate))
     rates: list[float] = []
-    for rank in range(place.size):
+    for rank in range(context.size):
         while (note := store.get(f"probe/{rank}")) is None:
             store.pause(0.01, f"probe/{rank}")
         rates.append(json.loads(note))
-    return [max(1, round(PROBE_BATCH * place.size * r / sum(rates))) for r in rates]
+    return [max(1, round(PROBE_BATCH * context.size * r / sum(rates))) for r in rates]
 
 
 def _backward(task: Task, learner: Learner, batch: object) -> float:

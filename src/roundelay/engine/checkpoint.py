@@ -44,7 +44,7 @@ def disk_errors_as(what: str, where: str) -> Iterator[None]:
         raise DataError(
             f"{what} cannot be written: {why}",
             where=where,
-            do="free space on that disk, then go on with resume=auto; what was saved before is untouched",
+            hint="free space on that disk, then go on with resume=auto; what was saved before is untouched",
         ) from error
 
 
@@ -68,10 +68,10 @@ class Checkpoints:
         if store.get(f"complete/{position}") is not None:
             return
         partial = self.folder / f".{folder_name(position)}.partial"
-        with disk_errors_as("the checkpoint", f"rank {learner.place.rank}, {partial}"):
+        with disk_errors_as("the checkpoint", f"rank {learner.context.rank}, {partial}"):
             partial.mkdir(exist_ok=True)
             write_shard(partial, learner)
-        store.set(f"saved/{position}/{learner.place.rank}", "1")
+        store.set(f"saved/{position}/{learner.context.rank}", "1")
         self.waiting.add(position)
         self.try_to_complete(position)
 
@@ -87,20 +87,20 @@ class Checkpoints:
 
     def try_to_complete(self, position: int) -> None:
         learner, store = self.learner, self.learner.job.store
-        dead = learner.job.roll.dead()
-        if learner.place.rank in dead:
+        dead = learner.job.membership.failed_ranks()
+        if learner.context.rank in dead:
             raise PeerLost(
-                f"the others took this learner for lost: {dead[learner.place.rank]}",
-                where=f"rank {learner.place.rank}",
-                do="go on with resume=auto; a machine so busy that a process stands still for seconds does this",
+                f"the others took this learner for lost: {dead[learner.context.rank]}",
+                where=f"rank {learner.context.rank}",
+                hint="go on with resume=auto; a machine so busy that a process stands still for seconds does this",
             )
-        living = [r for r in range(learner.place.size) if r not in dead]
+        living = [r for r in range(learner.context.size) if r not in dead]
         if any(store.get(f"saved/{position}/{r}") is None for r in living):
             return
         if store.add(f"completing/{position}", 1) != 1:
             return
         partial, whole = self.folder / f".{folder_name(position)}.partial", self.folder / folder_name(position)
-        with disk_errors_as("the checkpoint", f"rank {learner.place.rank}, {partial}"):
+        with disk_errors_as("the checkpoint", f"rank {learner.context.rank}, {partial}"):
             meta = self.describe(partial, position, living)
             (partial / "meta.json").write_text(json.dumps(meta, indent=1))
             for path in partial.iterdir():
@@ -117,21 +117,21 @@ class Checkpoints:
     def describe(self, partial: Path, position: int, living: list[int]) -> dict[str, Any]:
         """Writes the average model; returns the table of contents."""
         learner = self.learner
-        leaders = [r for r in learner.leaders if r in living]
-        mean, spread = average_of_shards(partial, leaders)
-        buffers = torch.stack([shard_tensor(partial, r, "buffers") for r in leaders]).mean(0)
+        node_leaders = [r for r in learner.node_leaders if r in living]
+        mean, spread = average_of_shards(partial, node_leaders)
+        buffers = torch.stack([shard_tensor(partial, r, "buffers") for r in node_leaders]).mean(0)
         save_file(model_tensors(learner, mean, buffers), str(partial / "model.safetensors"))
         completed: list[Span] = []
-        for r in leaders:
+        for r in node_leaders:
             completed += [tuple(s) for s in json.loads((partial / f"rank-{r:03d}.json").read_text())["completed"]]
         files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in sorted(partial.iterdir())}
         return {
             "format": FORMAT,
             "position": position,
             "ranks": living,
-            "leaders": leaders,
-            "size": learner.place.size,
-            "claims": learner.strategy.traits.claims,
+            "node_leaders": node_leaders,
+            "size": learner.context.size,
+            "sharding": learner.strategy.traits.sharding,
             "completed": merge_ranges(completed),
             "spread": spread,
             "files": files,
@@ -154,25 +154,25 @@ class Checkpoints:
         meta = verify(path)
         learner = self.learner
         same = (
-            meta["size"] == learner.place.size
+            meta["size"] == learner.context.size
             and meta["ranks"] == list(range(meta["size"]))
-            and (meta.get("strategy") == self.about.get("strategy") and meta["leaders"] == learner.leaders)
-            and in_one_block(path, meta["leaders"])
+            and (meta.get("strategy") == self.about.get("strategy") and meta["node_leaders"] == learner.node_leaders)
+            and in_one_block(path, meta["node_leaders"])
         )
-        source = learner.place.rank if same else meta["leaders"][learner.place.rank % len(meta["leaders"])]
+        source = learner.context.rank if same else meta["node_leaders"][learner.context.rank % len(meta["node_leaders"])]
         self._strategy_state = read_shard(path, source, learner, exactly=same)
         if not same:
-            learner.worker.place(read_model(path, learner))
+            learner.worker.assign_(read_model(path, learner))
         position = int(meta["position"])
-        holes: list[Span] = []
-        if meta["claims"] == "race":
-            holes, position = uncovered_ranges([tuple(s) for s in meta["completed"]], sys.maxsize)
-        if learner.strategy.traits.claims == "turn" and holes:
-            position, holes = holes[0][0], []  # dealt in turn: go back to the first place nobody completed
-        learner.completed = [(0, position)] if not holes else merge_ranges([tuple(s) for s in meta["completed"]])
-        if learner.place.rank != learner.leaders[0]:
+        missing_ranges: list[Span] = []
+        if meta["sharding"] == "dynamic":
+            missing_ranges, position = uncovered_ranges([tuple(s) for s in meta["completed"]], sys.maxsize)
+        if learner.strategy.traits.sharding == "static" and missing_ranges:
+            position, missing_ranges = missing_ranges[0][0], []  # dealt in turn: go back to the first place nobody completed
+        learner.completed = [(0, position)] if not missing_ranges else merge_ranges([tuple(s) for s in meta["completed"]])
+        if learner.context.rank != learner.node_leaders[0]:
             learner.completed = []
-        return position, holes
+        return position, missing_ranges
 
     def restore_strategy(self) -> None:
         """After the strategy's start: puts back what it had saved."""
@@ -191,13 +191,13 @@ def in_one_block(folder: Path, ranks: list[int]) -> bool:
 def write_shard(folder: Path, learner: Learner) -> None:
     """One learner's weights, optimizer, strategy, random state and data position."""
     worker = learner.worker
-    tensors: dict[str, Tensor] = {"random": learner.place.host.dice(), "buffers": learner.flat.buffer_vector()}
+    tensors: dict[str, Tensor] = {"random": learner.context.runtime.rng_state(), "buffers": learner.flat.buffer_vector()}
     tensors |= {f"buffer/{name}": b for name, b in learner.flat.counters}
     notes: dict[str, Any] = {"k": worker.k, "steps": learner.steps, "samples_since_mean": worker.samples_since_mean}
     notes["completed"] = merge_ranges(learner.completed)
-    if worker.leads:
-        if worker.published is not None:
-            with worker.published.locked():
+    if worker.is_node_leader:
+        if worker.shared_weights is not None:
+            with worker.shared_weights.locked():
                 tensors["w"] = worker.w.clone()
         else:
             tensors["w"] = worker.w.clone()
@@ -211,7 +211,7 @@ def write_shard(folder: Path, learner: Learner) -> None:
                 tensors[f"strategy/{name}"] = value.contiguous()
             else:
                 notes["strategy"][name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    name = f"rank-{learner.place.rank:03d}"
+    name = f"rank-{learner.context.rank:03d}"
     save_file({k: t.detach().cpu().clone() for k, t in tensors.items()}, str(folder / f"{name}.safetensors"))
     (folder / f"{name}.json").write_text(json.dumps(notes))
 
@@ -228,17 +228,17 @@ def read_shard(folder: Path, rank: int, learner: Learner, exactly: bool) -> dict
         for name, b in learner.flat.counters:
             b.copy_(tensors[f"buffer/{name}"])
     if exactly:
-        learner.place.host.set_dice(tensors["random"])
+        learner.context.runtime.set_rng_state(tensors["random"])
         worker.k, worker.samples_since_mean, learner.steps = notes["k"], notes["samples_since_mean"], notes["steps"]
-    if not worker.leads or "w" not in tensors:
+    if not worker.is_node_leader or "w" not in tensors:
         return {}
     if tensors["w"].numel() != worker.w.numel():
         raise DataError(
             f"the checkpoint has {tensors['w'].numel()} parameters, the model {worker.w.numel()}",
             where=str(folder),
-            do="resume with the task and model it was made with",
+            hint="resume with the task and model it was made with",
         )
-    worker.place(tensors["w"])
+    worker.assign_(tensors["w"])
     if not exactly:
         return {}
     saved = {name.partition("/")[2]: t for name, t in tensors.items() if name.startswith("optimizer/")}
@@ -290,16 +290,16 @@ def verify(path: Path) -> dict[str, Any]:
             raise DataError(
                 f"the checkpoint has format {meta['format']}, this version reads {FORMAT}",
                 where=str(path),
-                do="resume with the version of roundelay that wrote it, or choose another checkpoint",
+                hint="resume with the version of roundelay that wrote it, or choose another checkpoint",
             )
         for name, said in meta["files"].items():
             file = path / name
             if not file.is_file():
-                raise DataError(f"the checkpoint lacks {name}", where=str(path), do=again)
+                raise DataError(f"the checkpoint lacks {name}", where=str(path), hint=again)
             if file.stat().st_size != said["bytes"] or digest(file) != said["sha256"]:
-                raise DataError(f"{name} is not what was written: truncated or changed", where=str(file), do=again)
+                raise DataError(f"{name} is not what was written: truncated or changed", where=str(file), hint=again)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise DataError(f"this is not a readable checkpoint: {error}", where=str(path), do=again) from error
+        raise DataError(f"this is not a readable checkpoint: {error}", where=str(path), hint=again) from error
     return meta
 
 
@@ -310,7 +310,7 @@ def latest(folder: Path, warn: Any = None) -> Path | None:
             verify(path)
         except DataError as error:
             if warn is not None:
-                warn(f"passing over a broken checkpoint: {error.what} ({path.name})")
+                warn(f"passing over a broken checkpoint: {error.message} ({path.name})")
             continue
         return path
     return None

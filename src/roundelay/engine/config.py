@@ -21,7 +21,7 @@ class EngineConfig:
     anneal_after_epochs: float = 10.0
     exact: bool = False
     machines: int = 0
-    gradients_per_meeting: float = 1.0
+    steps_per_exchange: float = 1.0
     slow: str = ""
     timeout_s: float = 60.0
     host: str = "127.0.0.1"

@@ -26,38 +26,38 @@ class Evaluator:
         self._unsaid: list[tuple[str, int]] = []
         self.on_result: Callable[[dict[str, Any]], None] | None = None
         self.newest = ""
-        """The held-out figures that were said last."""
+        """The held-out metrics that were said last."""
 
-    def judge(self, position: int, mean: Tensor, spread: float | None, final: bool = False) -> None:
+    def evaluate(self, position: int, mean: Tensor, spread: float | None, final: bool = False) -> None:
         """Judges this learner's part of the model and posts it; the last one to post writes the event."""
         learner = self.learner
-        place, store = learner.place, learner.job.store
-        began = place.host.clock()
+        context, store = learner.context, learner.job.store
+        began = context.runtime.clock()
         effective = None if final else self._effective_rate(mean)
-        with torch.no_grad(), learner.borrowed(mean) as module, place.host.rolling():
-            parts = self.task.evaluate(module, place.rank, place.size)
-        took = place.host.clock() - began
-        learner.worker.meter.seconds["judge"] += took
-        key = f"judged/{'final' if final else position}"
-        store.set(f"{key}/{place.rank}", json.dumps({"parts": parts, "effective": effective, "seconds": took}))
+        with torch.no_grad(), learner.swapped_weights(mean) as module, context.runtime.rng_scope():
+            parts = self.task.evaluate(module, context.rank, context.size)
+        took = context.runtime.clock() - began
+        learner.worker.step_timer.seconds["eval"] += took
+        key = f"evaluated/{'final' if final else position}"
+        store.set(f"{key}/{context.rank}", json.dumps({"parts": parts, "effective": effective, "seconds": took}))
         self._unsaid.append((key, position))
-        if store.add(key, 1) >= place.size - len(learner.job.roll.dead()) and store.claim(f"{key}/sum", str(place.rank)) == str(
-            place.rank
-        ):
+        if store.add(key, 1) >= context.size - len(learner.job.membership.failed_ranks()) and store.claim(
+            f"{key}/sum", str(context.rank)
+        ) == str(context.rank):
             self._add_up(key, position, spread, final)
 
     def _add_up(self, key: str, position: int, spread: float | None, final: bool) -> None:
         learner = self.learner
-        notes = [learner.job.store.get(f"{key}/{r}") for r in range(learner.place.size)]
+        notes = [learner.job.store.get(f"{key}/{r}") for r in range(learner.context.size)]
         posted = [json.loads(note) for note in notes if note is not None]
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name in posted[0]["parts"]:
             total, count = (sum(p["parts"][name][i] for p in posted) for i in (0, 1))
-            figures[name] = total / max(count, 1)
+            metrics[name] = total / max(count, 1)
         ratios = [p["effective"] for p in posted if p["effective"] is not None]
         result: dict[str, Any] = {
             "position": position,
-            "figures": figures,
+            "metrics": metrics,
             "final": final,
             "seconds": sum(p["seconds"] for p in posted),
         }
@@ -67,7 +67,7 @@ class Evaluator:
             result["effective_rate"] = sum(ratios) / len(ratios)
         learner.events.write("evaluation", **result)
         learner.job.store.set(f"{key}/result", json.dumps(result))
-        learner.job.store.set(f"{key}/figures", json.dumps(figures))
+        learner.job.store.set(f"{key}/metrics", json.dumps(metrics))
 
     def announce(self) -> None:
         """Says what evaluations have come to, whoever added them up."""
@@ -77,16 +77,16 @@ class Evaluator:
                 continue
             self._unsaid.remove((key, position))
             result = json.loads(note)
-            figures = "  ".join(f"{name} {value:.4f}" for name, value in result["figures"].items())
-            self.newest = figures
-            self.say(f"epoch {position / self.task.samples:6.2f}  held-out {figures}")
+            metrics = "  ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
+            self.newest = metrics
+            self.say(f"epoch {position / self.task.samples:6.2f}  held-out {metrics}")
             if self.on_result is not None:
                 self.on_result(result)
 
     def _effective_rate(self, mean: Tensor) -> float | None:
         """<g_l, g> / |g|^2 of this learner."""
         learner = self.learner
-        if learner.place.size == 1 or not learner.worker.leads:
+        if learner.context.size == 1 or not learner.worker.is_node_leader:
             return None
         batch = self.task.batch(0, 0, min(self.task.samples, 32))
         buffers = [(b, b.detach().clone()) for b in learner.module.buffers()]
@@ -101,11 +101,11 @@ class Evaluator:
 
     def _gradient(self, vector: Tensor, batch: Any) -> Tensor:
         learner = self.learner
-        with learner.borrowed(vector) as module:
+        with learner.swapped_weights(vector) as module:
             module.train()
             learner.flat.clear_gradients()
-            random = learner.place.host.dice()
-            with learner.place.host.rolling():
+            random = learner.context.runtime.rng_state()
+            with learner.context.runtime.rng_scope():
                 self.task.loss(module, batch).backward()
-            learner.place.host.set_dice(random)
+            learner.context.runtime.set_rng_state(random)
             return learner.flat.gather(torch.empty_like(learner.flat.phi))

@@ -51,10 +51,10 @@ MANY = 256
 """Nodes up to which a start works out spectra: a second; for a thousand, half a minute."""
 
 
-def mixing(strategy: Strategy, place: DistributedContext, nodes: list[int]) -> dict[str, Any]:
+def mixing(strategy: Strategy, context: DistributedContext, nodes: list[int]) -> dict[str, Any]:
     """Who averages with whom, and how fast that brings them to agreement. `nodes`: the ranks that talk, first to last.
 
-    kind      meetings (pairs, round after round), neighbours (all at once), mean (everybody), server (learner 0), none
+    kind      exchanges (pairs, round after round), neighbours (all at once), mean (everybody), server (learner 0), none
     weights   [i, j, T_ij] for i < j, places in `nodes`: the mean over the rounds of one sweep. Random pairs have one weight
               for all: `every_pair`
     gap       the spectral gap per round of the schedule that runs; rounds_to_1_percent: until the spread is down to that
@@ -64,22 +64,26 @@ def mixing(strategy: Strategy, place: DistributedContext, nodes: list[int]) -> d
     while hasattr(inner, "outer"):
         inner = inner.outer
     size, name = len(nodes), getattr(inner, "topology", None)
-    about: dict[str, Any] = {"nodes": nodes, "machines": [place.machine_of(r) for r in place.leaders], "topology": name}
+    about: dict[str, Any] = {
+        "nodes": nodes,
+        "machines": [context.machine_of(r) for r in context.node_leaders],
+        "topology": name,
+    }
     if size < 2:
         return about | {"kind": "none"}
     if name not in topology.TOPOLOGIES:
-        if inner.traits.published:
+        if inner.traits.shares_weights:
             return about | {"kind": "server", "weights": []}
         return about | {"kind": "mean", "every_pair": 1 / size, "gap": 1.0, "rounds_to_1_percent": 1}
     entry = topology.topology(name)
     few = size <= MANY
     if few:
         about["rounds_to_1_percent"] = topology.rounds_to_agreement(name, size)
-    if not inner.traits.published:
+    if not inner.traits.shares_weights:
         matrix = topology.neighbour_matrix(name, size)
         about |= {"kind": "neighbours", "weights": sparse(matrix)}
         return about | {"gap": topology.spectrum(matrix).gap} if few else about
-    about |= {"kind": "meetings", "period": entry.sweep(size)}
+    about |= {"kind": "exchanges", "period": entry.sweep(size)}
     if few:
         about["gap"] = topology.gap(name, size)
     sweep = [topology.mixing_matrix(entry.matching(r, size)) for r in range(entry.sweep(size))]

@@ -32,7 +32,7 @@ class BatchLease:
     epoch: int
     start: int
     stop: int
-    share: StepInfo
+    step_info: StepInfo
     span: Span
     """The same in global places: what is done when this is done (for a machine: its first member's count)."""
 
@@ -50,18 +50,18 @@ class ShardPlan:
     rank: int
     machine: Sequence[int]
     """Ranks of this learner's machine in a hierarchy; only itself otherwise."""
-    leaders: Sequence[int]
+    node_leaders: Sequence[int]
     """Workers in the strategy's eyes: the first ranks of the machines in a hierarchy, else all ranks."""
     first: int = 0
     """Places dealt before this run began."""
 
     @cached_property
-    def everybody(self) -> int:
+    def global_batch(self) -> int:
         """Samples of a round in which all have a batch."""
         return sum(self.batches)
 
-    def share(self, own: int, machine: int, round_samples: int, position: int, total: int) -> StepInfo:
-        return StepInfo(own, machine, round_samples, position, total, self.first)
+    def share(self, own: int, machine: int, global_samples: int, position: int, total: int) -> StepInfo:
+        return StepInfo(own, machine, global_samples, position, total, self.first)
 
 
 class StaticSharding:
@@ -74,12 +74,12 @@ class StaticSharding:
 
     def __iter__(self) -> Iterator[BatchLease]:
         d = self.dealt
-        position, everybody, steps = d.first, d.everybody, 0
+        position, everybody, steps = d.first, d.global_batch, 0
         before = list(accumulate(d.batches, initial=0))
         while position < d.total and (self.stop_at is None or steps < self.stop_at):
             epoch = position // d.samples
             end = min((epoch + 1) * d.samples, d.total)
-            round_samples = min(everybody, end - position)
+            global_samples = min(everybody, end - position)
 
             def span(rank: int, position: int = position, end: int = end) -> Span:
                 start = min(position + before[rank], end)
@@ -87,22 +87,22 @@ class StaticSharding:
 
             start, stop = span(d.rank)
             machine = sum(b - a for a, b in map(span, d.machine))
-            share = d.share(stop - start, machine, round_samples, position, d.total)
+            share = d.share(stop - start, machine, global_samples, position, d.total)
             yield BatchLease(
-                epoch, start - epoch * d.samples, stop - epoch * d.samples, share, (position, position + round_samples)
+                epoch, start - epoch * d.samples, stop - epoch * d.samples, share, (position, position + global_samples)
             )
-            position += round_samples
+            position += global_samples
             steps += 1
 
 
 class DynamicSharding:
-    """Batches claimed from a counter. In a hierarchy the machine's first rank claims for all its members."""
+    """Batches claimed from a counter. In a hierarchy the machine's first rank sharding for all its members."""
 
     def __init__(
         self,
         dealt: ShardPlan,
         store: Store,
-        holes: Sequence[Span] = (),
+        missing_ranges: Sequence[Span] = (),
         stays: bool = True,
         lost: Callable[[], Collection[int]] = tuple,
     ) -> None:
@@ -113,12 +113,12 @@ class DynamicSharding:
         self._leased: list[Span] = []
         self._rest: list[Span] = []
         self._ran_out = False
-        self._looked_at = 0  # place among the leaders where somebody was busy when last looked
+        self._looked_at = 0  # place among the node_leaders where somebody was busy when last looked
         self.dead: set[int] = set()
         if dealt.rank == 0:
             store.add("claimed", dealt.first)
-            for hole in holes:
-                self._give_back(hole)
+            for missing_range in missing_ranges:
+                self._give_back(missing_range)
             store.set("dealing", "1")
 
     def _give_back(self, span: Span) -> None:
@@ -152,10 +152,10 @@ class DynamicSharding:
         stop = self.store.get("stop-total")
         return self.dealt.total if stop is None else min(self.dealt.total, int(stop))
 
-    def nothing_left(self) -> StepInfo:
+    def empty_step(self) -> StepInfo:
         """What a learner works on when all is dealt: no samples, at the end of the run."""
         d, total = self.dealt, self.total
-        return d.share(0, 0, d.everybody, total, total)
+        return d.share(0, 0, d.global_batch, total, total)
 
     def _next_returned(self) -> Span | None:
         returned, taken = int(self.store.get("returned") or 0), int(self.store.get("returned-taken") or 0)
@@ -240,12 +240,12 @@ class DynamicSharding:
     def _somebody_busy(self) -> int | None:
         """A living worker that has not run out of work; None where all have. Looks first where it found one the last time: with
         many learners, most of those before are still idle."""
-        leaders, own = self.dealt.leaders, self.dealt.rank
-        for _ in leaders:
-            rank = leaders[self._looked_at]
+        node_leaders, own = self.dealt.node_leaders, self.dealt.rank
+        for _ in node_leaders:
+            rank = node_leaders[self._looked_at]
             if rank != own and rank not in self.dead and self.store.get(f"idle/{rank}") != "1":
                 return rank
-            self._looked_at = (self._looked_at + 1) % len(leaders)
+            self._looked_at = (self._looked_at + 1) % len(node_leaders)
         return None
 
     def _nothing_returned(self) -> bool:
@@ -268,19 +268,19 @@ class DynamicSharding:
         epoch = start // d.samples
         mine = min(stop, start + sum(d.batches[r] for r in d.machine if r < d.rank))
         end = min(stop, mine + d.batches[d.rank])
-        share = d.share(end - mine, stop - start, d.everybody, start, d.total)
+        share = d.share(end - mine, stop - start, d.global_batch, start, d.total)
         return BatchLease(epoch, mine - epoch * d.samples, end - epoch * d.samples, share, span)
 
 
 def uncovered_ranges(completed: Sequence[Span], total: int) -> tuple[list[Span], int]:
     """Places below the highest completed one that nobody has completed, and that highest one: where to go on."""
-    holes: list[Span] = []
+    missing_ranges: list[Span] = []
     reached = 0
     for start, stop in sorted(completed):
         if start > reached:
-            holes.append((reached, start))
+            missing_ranges.append((reached, start))
         reached = max(reached, stop)
-    return holes, min(reached, total)
+    return missing_ranges, min(reached, total)
 
 
 def merge_ranges(spans: Sequence[Span]) -> list[Span]:

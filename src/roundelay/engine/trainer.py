@@ -71,7 +71,7 @@ class RunConfig:
 def make_optimizer(plan: RunConfig, module: torch.nn.Module) -> torch.optim.Optimizer:
     if plan.optimizer not in OPTIMIZERS:
         raise UsageError(
-            f"there is no optimizer '{plan.optimizer}'", where="optimizer", do=did_you_mean(plan.optimizer, OPTIMIZERS)
+            f"there is no optimizer '{plan.optimizer}'", where="optimizer", hint=did_you_mean(plan.optimizer, OPTIMIZERS)
         )
     settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
     if plan.optimizer in ("sgd", "ngsgd"):
@@ -80,30 +80,30 @@ def make_optimizer(plan: RunConfig, module: torch.nn.Module) -> torch.optim.Opti
     return made.watch(module) if isinstance(made, NGSGD) else made
 
 
-def train(task: Task, place: DistributedContext, options: EngineConfig, plan: RunConfig) -> dict[str, Any]:
-    """Trains a task at this place of the job; returns the run's figures."""
-    return Trainer(task, place, options, plan).go()
+def train(task: Task, context: DistributedContext, options: EngineConfig, plan: RunConfig) -> dict[str, Any]:
+    """Trains a task at this place of the job; returns the run's metrics."""
+    return Trainer(task, context, options, plan).go()
 
 
 class Trainer:
     """One learner's run."""
 
-    def __init__(self, task: Task, place: DistributedContext, options: EngineConfig, plan: RunConfig) -> None:
-        self.task, self.place, self.options, self.plan = task, place, options, plan
+    def __init__(self, task: Task, context: DistributedContext, options: EngineConfig, plan: RunConfig) -> None:
+        self.task, self.context, self.options, self.plan = task, context, options, plan
         if plan.run is not None:
             (plan.run / "log").mkdir(parents=True, exist_ok=True)
-        log = plan.run / "log" / f"rank-{place.rank:03d}.txt" if plan.run is not None else None
-        self._log = open(log, "a") if log is not None and place.host.speaks(place.rank) else None  # noqa: SIM115
-        self.panel = LiveDashboard(plan.progress if place.rank == 0 else "none")
+        log = plan.run / "log" / f"rank-{context.rank:03d}.txt" if plan.run is not None else None
+        self._log = open(log, "a") if log is not None and context.runtime.owns_terminal(context.rank) else None  # noqa: SIM115
+        self.panel = LiveDashboard(plan.progress if context.rank == 0 else "none")
         with BUILDING:
-            place.host.begin_with(options.seed)
-            module = task.build().to(place.device)
-            place.host.seed(options.seed * 1_000_003 + place.rank)  # dropout and the like differ between learners
-        events = place.host.events(plan.run / "events.jsonl" if plan.run is not None else None, place.rank)
-        self.learner = Learner(place, module, make_optimizer(plan, module), options, events)
-        self.judge = Evaluator(task, self.learner, self.say)
+            context.runtime.seed_init(options.seed)
+            module = task.build().to(context.device)
+            context.runtime.seed_rank(options.seed * 1_000_003 + context.rank)  # dropout and the like differ between learners
+        events = context.runtime.events(plan.run / "events.jsonl" if plan.run is not None else None, context.rank)
+        self.learner = Learner(context, module, make_optimizer(plan, module), options, events)
+        self.evaluator = Evaluator(task, self.learner, self.say)
         self.scribe = TensorBoardLogger(self.learner, plan.run / FOLDER if plan.run is not None and plan.tensorboard else None)
-        self.judge.on_result = self.scribe.judged
+        self.evaluator.on_result = self.scribe.on_evaluation
         self.checkpoints: Checkpoints | None = None
         if plan.run is not None:
             self._check_shared(plan.run)
@@ -117,15 +117,15 @@ class Trainer:
         """To this rank's log, and to the person who watches (whoever of the learners has news)."""
         if self._log is not None:
             with suppress(OSError):  # a full disk stops the log, not the run
-                self._log.write(f"{self.place.host.stamp()} {line}\n")
+                self._log.write(f"{self.context.runtime.stamp()} {line}\n")
                 self._log.flush()
-        if self.place.rank == 0:
+        if self.context.rank == 0:
             self.panel.line(line)
 
     def _check_shared(self, run: Path) -> None:
         """All ranks must see one run directory: shards of a checkpoint are put together there."""
         store = self.learner.job.store
-        if self.place.rank == 0:
+        if self.context.rank == 0:
             (run / ".token").write_text(store.claim("run-token", str(time.time_ns())))
             store.set("run-token-written", "1")
         while store.get("run-token-written") is None:
@@ -137,8 +137,8 @@ class Trainer:
         if seen != store.get("run-token"):
             raise UsageError(
                 "this rank does not see the run directory of rank 0",
-                where=f"rank {self.place.rank}, run={run}",
-                do="put the run directory on a disk that all machines share",
+                where=f"rank {self.context.rank}, run={run}",
+                hint="put the run directory on a disk that all machines share",
             )
 
     # -- the whole -------------------------------------------------------------------------------------------------
@@ -148,20 +148,20 @@ class Trainer:
         try:
             batches = self._batches()
             total = round(plan.epochs * self.task.samples)
-            first, holes = self._resume()
+            first, missing_ranges = self._resume()
             self._record(first, total, batches)
             self.scribe.start(first)
             learner.start(batches=batches, first=first, total=total, samples=self.task.samples)
             if self.checkpoints is not None:
                 self.checkpoints.restore_strategy()
-            if first >= total and not holes:
+            if first >= total and not missing_ranges:
                 self.say(f"nothing left to do: the checkpoint stands at {first} of {total} samples")
-            claims = learner.deal(self.task.samples, total, batches, first, holes)
+            sharding = learner.shard(self.task.samples, total, batches, first, missing_ranges)
             self._greet(batches, first, total)
             with self._signals():
-                self._loop(claims, total)
-            if isinstance(claims, DynamicSharding):
-                learner.position = max(learner.position, claims.total)  # everybody's work is done, not only one's own
+                self._loop(sharding, total)
+            if isinstance(sharding, DynamicSharding):
+                learner.position = max(learner.position, sharding.total)  # everybody's work is done, not only one's own
                 learner.leave()  # before the save: nobody may wait for the checkpoint of one who waits at a rendezvous
             if self._stopped_early or self.checkpoints is not None:
                 self._save_and_settle()
@@ -170,7 +170,7 @@ class Trainer:
                 raise Interrupted(
                     "the run was interrupted; a checkpoint is written" if self.checkpoints else "the run was interrupted",
                     where=f"{learner.position} of {total} samples",
-                    do="start the same command with resume=auto to go on",
+                    hint="start the same command with resume=auto to go on",
                 )
             return self._conclude(mean)
         except DataError as error:
@@ -181,8 +181,8 @@ class Trainer:
             if cause:
                 raise PeerLost(
                     f"another learner stopped the run: {cause.splitlines()[0]}",
-                    where=f"rank {self.place.rank}",
-                    do="see its message",
+                    where=f"rank {self.context.rank}",
+                    hint="see its message",
                 ) from error
             raise
         finally:
@@ -193,42 +193,52 @@ class Trainer:
             self.scribe.close()
             learner.close()
 
-    def _loop(self, claims: StaticSharding | DynamicSharding, total: int) -> None:
+    def _loop(self, sharding: StaticSharding | DynamicSharding, total: int) -> None:
         learner, plan, task = self.learner, self.plan, self.task
         every = max(1, round(plan.save_every_epochs * task.samples))
         next_save = (learner.position // every + 1) * every
-        carrier = DeviceTransfer(self.place.device)
-        loader = self.place.host.ahead(self._halting(claims), self._preparing(carrier), lambda c: c.share.own, plan.loaders)
+        carrier = DeviceTransfer(self.context.device)
+        loader = self.context.runtime.prefetch(
+            self._halting(sharding), self._preparing(carrier), lambda c: c.share.local_samples, plan.loaders
+        )
         with closing(iter(loader)) as feed:
             while True:
-                with learner.worker.spent("data"):
+                with learner.worker.timer("data"):
                     item = next(feed, None)
-                    learner.worker.meter.seconds["loader"] += loader.last_s
+                    learner.worker.step_timer.seconds["loader"] += loader.last_s
                 if item is None:
                     return
                 claim, batch = item[0], carrier.take(item[1])
-                if claim.share.position >= next_save:
+                if claim.step_info.position >= next_save:
                     # race: others' work has crossed the line
-                    next_save = self._save_at(next_save, every, claim.share.position)
-                if learner.history is not None:
-                    share = claim.share
-                    learner.history.step(
-                        claim.epoch, claim.start, claim.stop, share.own, share.samples, share.round_samples, share.position
+                    next_save = self._save_at(next_save, every, claim.step_info.position)
+                if learner.update_log is not None:
+                    step_info = claim.step_info
+                    learner.update_log.step(
+                        claim.epoch,
+                        claim.start,
+                        claim.stop,
+                        step_info.local_samples,
+                        step_info.node_samples,
+                        step_info.global_samples,
+                        step_info.position,
                     )
-                learner.advance(claim.share, self._compute(batch), claim.span)
-                if learner.strategy.traits.claims == "turn" and next_save <= claim.span[1] < total:
+                learner.run_step(claim.step_info, self._compute(batch), claim.span)
+                if learner.strategy.traits.sharding == "static" and next_save <= claim.span[1] < total:
                     next_save = self._save_at(next_save, every, claim.span[1])
                 self._look_after_saves()
                 if plan.on_step is not None:
                     plan.on_step(learner)
-                self.panel.held_out = self.judge.newest
+                self.panel.held_out = self.evaluator.newest
                 self.panel.step(learner.position, total)
 
     def _preparing(self, carrier: DeviceTransfer) -> Callable[[BatchLease], Any]:
         """What loaders do with a claim: the task's batch of it, on its way to the device; nothing for an empty one."""
         if self.plan.loader == "process" and self.plan.loaders:
             return ProcessBatches(self.task, carrier.send)
-        return lambda claim: carrier.send(self.task.batch(claim.epoch, claim.start, claim.stop) if claim.share.own else None)
+        return lambda claim: carrier.send(
+            self.task.batch(claim.epoch, claim.start, claim.stop) if claim.step_info.local_samples else None
+        )
 
     def _compute(self, batch: Any) -> Callable[[], float] | None:
         if batch is None:
@@ -241,29 +251,29 @@ class Trainer:
 
         return compute
 
-    def _halting(self, claims: StaticSharding | DynamicSharding) -> Any:
-        """The claims, until somebody asked the job to stop. Runs in a thread of the loader."""
+    def _halting(self, sharding: StaticSharding | DynamicSharding) -> Any:
+        """The sharding, until somebody asked the job to stop. Runs in a thread of the loader."""
         learner, store = self.learner, self.learner.job.store
         lead = int(getattr(innermost(learner.strategy), "K", 1))
-        reached = claims.dealt.first
-        for number, claim in enumerate(claims):
+        reached = sharding.dealt.first
+        for number, claim in enumerate(sharding):
             if self._asked_to_stop.is_set():
-                if isinstance(claims, DynamicSharding):
-                    claims.stop()
+                if isinstance(sharding, DynamicSharding):
+                    sharding.stop()
                 elif store.get("stop-step") is None:
                     # nobody is further ahead than one rendezvous and its loader, and everybody looks here before every claim
                     store.claim("stop-step", str(number + lead + MAX_DEPTH + 1))
-            if isinstance(claims, StaticSharding):
+            if isinstance(sharding, StaticSharding):
                 stop = store.get("stop-step")
                 if stop is not None:
-                    claims.stop_at = int(stop)
+                    sharding.stop_at = int(stop)
                     if number >= int(stop):
                         self._stopped_early = True
                         return
             reached = claim.span[1]
             yield claim
         # asked to stop, and something was left to do
-        self._stopped_early = (claims.total if isinstance(claims, DynamicSharding) else reached) < claims.dealt.total
+        self._stopped_early = (sharding.total if isinstance(sharding, DynamicSharding) else reached) < sharding.dealt.total
 
     # -- saving and judging ----------------------------------------------------------------------------------------
 
@@ -272,14 +282,14 @@ class Trainer:
         since each of those checkpoints waits for all learners."""
         end = (position // every + 1) * every
         if self.checkpoints is not None:
-            race = self.learner.strategy.traits.claims == "race"
-            with self.learner.worker.spent("save"):
+            race = self.learner.strategy.traits.sharding == "dynamic"
+            with self.learner.worker.timer("save"):
                 for line in range(due, end, every) if race else [position]:
                     self.checkpoints.save(line)
         return end
 
     def _look_after_saves(self) -> None:
-        self.judge.announce()
+        self.evaluator.announce()
         if self.checkpoints is None or not (self.checkpoints.waiting or self.checkpoints.complete):
             return
         self.checkpoints.poll()
@@ -293,19 +303,19 @@ class Trainer:
                 except FileNotFoundError:  # the others are `keep` checkpoints ahead and have removed it: it goes unjudged
                     self.say(f"{path.name} was gone before this rank could judge it; keep=… keeps more checkpoints")
                     continue
-                self.judge.judge(position, mean, note.get("spread"))
+                self.evaluator.evaluate(position, mean, note.get("spread"))
 
     def _save_and_settle(self) -> None:
         """The last checkpoint, before the models are averaged: a resumed run goes on as if there had been no end."""
         if self.checkpoints is None:
             return
         learner = self.learner
-        race = learner.strategy.traits.claims == "race"
+        race = learner.strategy.traits.sharding == "dynamic"
         position = learner.job.store.claim("last-save", str(learner.position)) if race else str(learner.position)
         self.checkpoints.save(int(position))
-        host, store = self.place.host, learner.job.store
+        host, store = self.context.runtime, learner.job.store
         deadline = host.clock() + self.options.timeout_s
-        # only for this one: an earlier one may lack the shard of a learner whose claims jumped over it
+        # only for this one: an earlier one may lack the shard of a learner whose sharding jumped over it
         self.checkpoints.poll()
         while int(position) in self.checkpoints.waiting and host.clock() < deadline:
             store.pause(0.01, f"complete/{position}", "deaths")
@@ -313,37 +323,37 @@ class Trainer:
 
     def _conclude(self, mean: torch.Tensor) -> dict[str, Any]:
         learner, plan = self.learner, self.plan
-        store, size = learner.job.store, self.place.size
+        store, size = learner.job.store, self.context.size
         summary = learner.recorder.summary()
         learner.events.write("summary", **summary)
-        store.set(f"summary/{self.place.rank}", json.dumps(summary))
-        result: dict[str, Any] = {"rank": self.place.rank, "position": learner.position, **summary}
+        store.set(f"summary/{self.context.rank}", json.dumps(summary))
+        result: dict[str, Any] = {"rank": self.context.rank, "position": learner.position, **summary}
         if plan.evaluate:
-            self.judge.judge(learner.position, mean, None, final=True)
-        if self.place.rank == min(learner.job.living()):
+            self.evaluator.evaluate(learner.position, mean, None, final=True)
+        if self.context.rank == min(learner.job.live_ranks()):
             if plan.run is not None:
                 tensors, path = model_tensors(learner, mean, learner.flat.buffer_vector()), plan.run / "model.safetensors"
-                with disk_errors_as("the model", f"rank {self.place.rank}, {path}"):
+                with disk_errors_as("the model", f"rank {self.context.rank}, {path}"):
                     save_file(tensors, str(path))
             result |= self._gather_figures(size)
         return result
 
     def _gather_figures(self, size: int) -> dict[str, Any]:
-        """The figures of the whole run, by the first living rank."""
+        """The metrics of the whole run, by the first living rank."""
         store = self.learner.job.store
         found: dict[str, Any] = {}
-        clock, roll = self.place.host.clock, self.learner.job.roll
+        clock, membership = self.context.runtime.clock, self.learner.job.membership
         deadline = clock() + self.options.timeout_s
         while self.plan.evaluate and clock() < deadline:
-            figures = store.get("judged/final/figures")
-            if figures is not None:
-                found["figures"] = json.loads(figures)
+            metrics = store.get("evaluated/final/metrics")
+            if metrics is not None:
+                found["metrics"] = json.loads(metrics)
                 break
-            store.pause(0.01, "judged/final/figures")
-        self.judge.announce()
+            store.pause(0.01, "evaluated/final/metrics")
+        self.evaluator.announce()
         ranks: dict[int, Any] = {}
         for r in range(size):
-            while (note := store.get(f"summary/{r}")) is None and r not in roll.dead() and clock() < deadline:
+            while (note := store.get(f"summary/{r}")) is None and r not in membership.failed_ranks() and clock() < deadline:
                 store.pause(0.005, f"summary/{r}", "deaths")
             if note is not None:
                 ranks[r] = json.loads(note)
@@ -351,8 +361,8 @@ class Trainer:
         slowest = max(ranks, key=lambda r: ranks[r]["own_s"] / max(ranks[r].get("steps", 1), 1))
         own, waiting = ranks[slowest]["own_s"], ranks[slowest]["waiting_s"]
         found["slowest_rank"] = {"rank": slowest, "own_s": own, "waiting_s": waiting}
-        self.learner.events.write("run", slowest_rank=found["slowest_rank"], figures=found.get("figures"))
-        lost = self.learner.job.roll.dead()
+        self.learner.events.write("run", slowest_rank=found["slowest_rank"], metrics=found.get("metrics"))
+        lost = self.learner.job.membership.failed_ranks()
         if lost:
             found["lost"] = {str(r): why for r, why in lost.items()}
             self.say("lost on the way: " + "; ".join(f"rank {r} ({why})" for r, why in lost.items()))
@@ -369,11 +379,11 @@ class Trainer:
                 raise UsageError(
                     "the run directory already holds checkpoints",
                     where=f"run={plan.run}",
-                    do="set resume=auto to go on from the newest, or choose another run=…",
+                    hint="set resume=auto to go on from the newest, or choose another run=…",
                 )
             return 0, []
         if self.checkpoints is None:
-            raise UsageError("resume needs a run directory", where="run", do="set run=DIR")
+            raise UsageError("resume needs a run directory", where="run", hint="set run=DIR")
         if plan.resume == "auto":
             path = latest(self.checkpoints.folder, self.say)
             if path is None:
@@ -381,28 +391,28 @@ class Trainer:
                 return 0, []
         else:
             path = Path(plan.resume)
-        first, holes = self.checkpoints.restore(path)
+        first, missing_ranges = self.checkpoints.restore(path)
         self.say(f"resuming from {path.name}: {first} samples are done")
-        return first, holes
+        return first, missing_ranges
 
     def _record(self, first: int, total: int, batches: list[int]) -> None:
-        plan, place = self.plan, self.place
+        plan, context = self.plan, self.context
         if plan.record is None:
             return
         if plan.run is None:
-            raise UsageError("a record needs a run directory", where="record", do="set run=DIR")
+            raise UsageError("a record needs a run directory", where="record", hint="set run=DIR")
         if first > 0:
             raise UsageError(
                 "a record begins with its run, and this one is resumed",
                 where=f"record=true, resume={plan.resume}",
-                do="set record=false, or start anew with another run=…",
+                hint="set record=false, or start anew with another run=…",
             )
         card = {
             "format": 1,
-            "size": place.size,
-            "machines": place.machines,
-            "leaders": self.learner.leaders,
-            "device": place.device.type,
+            "size": context.size,
+            "machines": context.machines,
+            "leaders": self.learner.node_leaders,
+            "device": context.device.type,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "parameters": self.learner.flat.phi.numel(),
@@ -411,27 +421,27 @@ class Trainer:
             "batches": batches,
             "settings": plan.record,
         }
-        self.learner.record(UpdateLog(plan.run, place.rank, card))
+        self.learner.record(UpdateLog(plan.run, context.rank, card))
 
     def _batches(self) -> list[int]:
         """Every rank's batch size."""
         from roundelay.engine.batch_size import batch_sizes
 
-        return batch_sizes(self.plan.batch, self.place, self.learner, self.task)
+        return batch_sizes(self.plan.batch, self.context, self.learner, self.task)
 
     def _greet(self, batches: list[int], first: int, total: int) -> None:
         parameters = self.learner.flat.phi.numel()
         self.say(
-            f"{self.options.strategy}: {self.place.size} learner{'s' * (self.place.size > 1)} "
-            f"on {len(set(self.place.machines))} machine{'s' * (len(set(self.place.machines)) > 1)}, "
+            f"{self.options.strategy}: {self.context.size} learner{'s' * (self.context.size > 1)} "
+            f"on {len(set(self.context.machines))} machine{'s' * (len(set(self.context.machines)) > 1)}, "
             f"global batch {sum(batches)} ({'+'.join(map(str, batches))}), rate {self.plan.lr:g} for that batch, "
             f"{parameters:,} parameters, samples {first} to {total}"
         )
-        title = f"{self.options.strategy}, {self.place.size} learner{'s' * (self.place.size > 1)}"
+        title = f"{self.options.strategy}, {self.context.size} learner{'s' * (self.context.size > 1)}"
         frames, seconds = (float(getattr(self.task, name, 0.0)) for name in ("frames_per_sample", "seconds_per_sample"))
-        self.panel.start(RunTitle(title, self.task.samples, frames, seconds), self.learner.everybody)
+        self.panel.start(RunTitle(title, self.task.samples, frames, seconds), self.learner.latest_metrics_of_all_ranks)
 
     def _signals(self) -> Any:
-        if not self.place.host.speaks(self.place.rank):
+        if not self.context.runtime.owns_terminal(self.context.rank):
             return nullcontext()
         return StopOnSignals(self._asked_to_stop, self.panel.urgent)

@@ -1,4 +1,4 @@
-"""What every wire does in the same way: starting meetings, leaving together, and knowing who is dead."""
+"""What every wire does in the same way: starting exchanges, leaving together, and knowing who is dead."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class StoreMembership:
 
     def report(self, rank: int, why: str) -> None:
         """Somebody noticed that a rank is gone."""
-        if rank not in self.dead() and self.store.add(f"reported/{rank}", 1) == 1:
+        if rank not in self.failed_ranks() and self.store.add(f"reported/{rank}", 1) == 1:
             number = self.store.add("deaths", 1)
             self.store.set(f"death/{number}", json.dumps({"rank": rank, "why": why}))
 
-    def dead(self) -> dict[int, str]:
+    def failed_ranks(self) -> dict[int, str]:
         """Everybody known to be dead, with the reason."""
         deaths = int(self.store.get("deaths") or 0)
         while self._known < deaths:
@@ -40,17 +40,17 @@ class StoreMembership:
         """Names the lost rank behind a failed rendezvous; the news may be a moment behind the failure."""
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            lost = {r: why for r, why in self.dead().items() if r in ranks}
+            lost = {r: why for r, why in self.failed_ranks().items() if r in ranks}
             if lost:
                 named = ", ".join(f"rank {r} ({why})" for r, why in sorted(lost.items()))
                 return PeerLost(
                     f"{named} was lost",
                     where=f"rank {rank}, waiting for everybody",
-                    do="look at that rank's log; start again with resume=auto to go on from the last checkpoint",
+                    hint="look at that rank's log; start again with resume=auto to go on from the last checkpoint",
                 )
             time.sleep(0.1)
         return PeerLost(
             "a peer was lost, and nobody knows which",
             where=f"rank {rank}: {str(error).splitlines()[0]}",
-            do="look at the logs of the ranks that are silent; start again with resume=auto",
+            hint="look at the logs of the ranks that are silent; start again with resume=auto",
         )

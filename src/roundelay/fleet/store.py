@@ -1,4 +1,4 @@
-"""The job's store: a few bytes everybody can read. Counters, notes, roll-calls, deaths; never a vector."""
+"""The job's store: a few bytes everybody can read. Counters, notes, membership-calls, deaths; never a vector."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def answered() -> Iterator[None]:
         raise PeerLost(
             "the job's store no longer answers",
             where=str(error).splitlines()[0],
-            do="the process that started the job has ended; start again with resume=auto",
+            hint="the process that started the job has ended; start again with resume=auto",
         ) from error
 
 
@@ -101,7 +101,7 @@ def serve_store(host: str, port: int = 0) -> TCPStore:
         raise UsageError(
             f"cannot listen on {host}:{port}: {error.strerror}",
             where="host, port",
-            do="choose another port=… (0 lets the system choose), or a host=… that is an address of this machine",
+            hint="choose another port=… (0 lets the system choose), or a host=… that is an address of this machine",
         ) from error
     listener.listen(1024)
     port = listener.getsockname()[1]
@@ -117,5 +117,5 @@ def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
         raise PeerLost(
             f"the job's store at {host}:{port} does not answer",
             where="MASTER_ADDR, MASTER_PORT",
-            do="check that the first machine's process runs, and that the address and port are open from here",
+            hint="check that the first machine's process runs, and that the address and port are open from here",
         ) from error

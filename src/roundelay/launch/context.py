@@ -1,7 +1,7 @@
 """Where this process stands in the job: its rank, its machine, its store, its wire.
 
 The variables of torchrun decide (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT), or
-those of mpirun and srun, translated; without any a process is alone. Before the first step all ranks call the roll: they
+those of mpirun and srun, translated; without any a process is alone. Before the first step all ranks call the membership: they
 agree on versions and settings or stop with a sentence that says who differs in what.
 """
 
@@ -48,9 +48,9 @@ EXIT_WAIT_S = 5.0
 
 @dataclass
 class DistributedContext:
-    """One learner's place."""
+    """One learner's context."""
 
-    net: Communicator
+    comm: Communicator
     rank: int
     size: int
     machines: list[str]
@@ -59,7 +59,7 @@ class DistributedContext:
     device: torch.device
     keep_alive: list[Any] = field(default_factory=list)
     """What must live as long as the job: the store's server, if it runs here."""
-    host: Runtime = field(default_factory=SystemRuntime)
+    runtime: Runtime = field(default_factory=SystemRuntime)
     _closed: bool = False
 
     def machine_of(self, rank: int) -> list[int]:
@@ -67,7 +67,7 @@ class DistributedContext:
         return [r for r in range(self.size) if self.machines[r] == self.machines[rank]]
 
     @property
-    def leaders(self) -> list[int]:
+    def node_leaders(self) -> list[int]:
         """The first rank of every machine."""
         first: dict[str, int] = {}
         for rank, machine in enumerate(self.machines):
@@ -75,14 +75,14 @@ class DistributedContext:
         return sorted(first.values())
 
     def close(self) -> None:
-        self.net.close()
+        self.comm.close()
         if not self._closed:
             self._closed = True
             self._say_goodbye()
 
     def _say_goodbye(self) -> None:
         """Whoever serves the store goes last, or the others' last words would find nobody."""
-        store = self.net.store
+        store = self.comm.store
         if not isinstance(store, JobStore) or self.size == 1:
             return
         if not self.keep_alive:
@@ -91,7 +91,7 @@ class DistributedContext:
             return
         deadline = time.monotonic() + EXIT_WAIT_S
         while sys.exc_info()[0] is None and time.monotonic() < deadline:
-            if int(store.get("goodbye") or 0) >= self.size - 1 - len(self.net.roll.dead()):
+            if int(store.get("goodbye") or 0) >= self.size - 1 - len(self.comm.membership.failed_ranks()):
                 return
             time.sleep(0.01)
 
@@ -112,12 +112,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"there is no device '{name}'", where="device", do="use auto, cpu or cuda") from error
+        raise UsageError(f"there is no device '{name}'", where="device", hint="use auto, cpu or cuda") from error
 
 
 def check_backend(wire: str) -> None:
     if wire not in BACKENDS:
-        raise UsageError(f"there is no wire '{wire}'", where="wire", do=did_you_mean(wire, BACKENDS))
+        raise UsageError(f"there is no wire '{wire}'", where="wire", hint=did_you_mean(wire, BACKENDS))
 
 
 def fake_machines(machines: list[str], parts: int) -> list[str]:
@@ -125,7 +125,7 @@ def fake_machines(machines: list[str], parts: int) -> list[str]:
     if parts <= 0:
         return machines
     if parts > len(machines):
-        raise UsageError(f"{len(machines)} learners cannot be split into {parts} machines", where="machines", do="give fewer")
+        raise UsageError(f"{len(machines)} learners cannot be split into {parts} machines", where="machines", hint="give fewer")
     return [f"{name}#{rank * parts // len(machines)}" for rank, name in enumerate(machines)]
 
 
@@ -136,7 +136,7 @@ def single_process_context(
     threads = threads or ThreadGroup(1)
     names = fake_machines(["here"] * threads.size, machines)
     return DistributedContext(
-        threads.net(rank), rank, threads.size, names, ["localhost"] * threads.size, choose_device(device, rank)
+        threads.comm(rank), rank, threads.size, names, ["localhost"] * threads.size, choose_device(device, rank)
     )
 
 
@@ -198,7 +198,7 @@ def check_world(rank: int, size: int) -> None:
         raise UsageError(
             f"MPI says rank {mpi_runtime().rank} of {mpi_runtime().size}, the launcher says rank {rank} of {size}",
             where="wire=mpi",
-            do=f"start with 'mpirun -n {size} roundelay train …', the mpirun of the MPI library that mpi4py uses",
+            hint=f"start with 'mpirun -n {size} roundelay train …', the mpirun of the MPI library that mpi4py uses",
         )
 
 
@@ -207,7 +207,7 @@ def _number(told: Mapping[str, str], key: str) -> int:
         return int(told.get(key, ""))
     except ValueError as error:
         raise UsageError(
-            f"{key} is {told.get(key)!r}, not a number", where="environment", do="start with torchrun, or with learners=N"
+            f"{key} is {told.get(key)!r}, not a number", where="environment", hint="start with torchrun, or with learners=N"
         ) from error
 
 
@@ -232,11 +232,11 @@ def create_context(
     digest: Mapping[str, Any],
     keep: list[Any] | None = None,
 ) -> DistributedContext:
-    """Calls the roll and opens the wire."""
+    """Calls the membership and opens the wire."""
     cards = exchange_rank_info(store, rank, size, machine, timeout_s, digest)
     names = fake_machines([card["machine"] for card in cards], machines)
     if wire == "shm" and len({card["machine"] for card in cards}) > 1:
-        raise UsageError("wire=shm cannot reach other machines", where=f"rank {rank}", do="use wire=auto")
+        raise UsageError("wire=shm cannot reach other machines", where=f"rank {rank}", hint="use wire=auto")
     if wire == "mpi":
         return DistributedContext(
             MpiCommunicator(mpi_runtime(), store, range(size), rank, timeout_s=timeout_s),
@@ -250,8 +250,10 @@ def create_context(
     # A machine that is split for a test behaves like several: shared memory only inside each part.
     share = wire == "shm" or wire == "auto"
     places = names if wire == "auto" else [card["machine"] for card in cards]
-    net = TorchCommunicator(store, range(size), rank, places, host=host, share_memory=share, timeout_s=timeout_s, device=device)
-    return DistributedContext(net, rank, size, names, [card["host"] for card in cards], device, keep or [])
+    comm = TorchCommunicator(
+        store, range(size), rank, places, host=host, share_memory=share, timeout_s=timeout_s, device=device
+    )
+    return DistributedContext(comm, rank, size, names, [card["host"] for card in cards], device, keep or [])
 
 
 def exchange_rank_info(
@@ -272,7 +274,7 @@ def exchange_rank_info(
     }
     taken = store.add(f"card-taken/{rank}", 1)
     if taken > 1:
-        raise UsageError(f"two processes say they are rank {rank}", where="RANK", do="give every process its own rank")
+        raise UsageError(f"two processes say they are rank {rank}", where="RANK", hint="give every process its own rank")
     store.set(f"card/{rank}", json.dumps(mine))
     deadline = time.monotonic() + timeout_s
     cards: dict[int, dict[str, Any]] = {}
@@ -285,9 +287,9 @@ def exchange_rank_info(
             if time.monotonic() > deadline:
                 absent = ", ".join(str(r) for r in range(size) if r not in cards)
                 raise PeerLost(
-                    f"rank {absent} did not answer the roll in {timeout_s:.0f} s",
+                    f"rank {absent} did not answer the membership in {timeout_s:.0f} s",
                     where=f"rank {rank}",
-                    do="check that it was started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; see its log",
+                    hint="check that it was started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; see its log",
                 )
             time.sleep(0.01)
     return [cards[r] for r in range(size)]
@@ -298,7 +300,7 @@ def _compare(mine: dict[str, Any], theirs: dict[str, Any], rank: int, other: int
         raise UsageError(
             f"rank {rank} was told of {mine['size']} learners, rank {other} of {theirs['size']}",
             where="WORLD_SIZE",
-            do="start all ranks with the same world size",
+            hint="start all ranks with the same world size",
         )
     for what in ("versions", "settings"):
         for key in sorted(set(mine[what]) | set(theirs[what])):
@@ -307,7 +309,7 @@ def _compare(mine: dict[str, Any], theirs: dict[str, Any], rank: int, other: int
                 raise UsageError(
                     f"rank {rank} has {key} {a}, rank {other} has {b}",
                     where=f"{what}, {key}",
-                    do="install the same versions everywhere" if what == "versions" else "give all ranks the same settings",
+                    hint="install the same versions everywhere" if what == "versions" else "give all ranks the same settings",
                 )
 
 

@@ -101,7 +101,7 @@ def _numbers(ranges: str, written: str) -> list[str]:
     for piece in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
         if match is None:
-            raise UsageError(f"cannot read the list of hosts '{written}'", where="SLURM_STEP_NODELIST", do="set MASTER_ADDR")
+            raise UsageError(f"cannot read the list of hosts '{written}'", where="SLURM_STEP_NODELIST", hint="set MASTER_ADDR")
         first, last = match[1], match[2] or match[1]
         found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return found

@@ -69,7 +69,7 @@ def start_learners(
     them seconds. Where torch is built for CUDA they are started afresh with `command`, since a GPU does not survive a fork.
     """
     if size < 1:
-        raise UsageError(f"{size} learners", where="learners", do="give at least 1")
+        raise UsageError(f"{size} learners", where="learners", hint="give at least 1")
     # forked before the store is served: its threads and sockets must not be in the children, too
     nest = ForkServer(learn, size, host, run) if torch.version.cuda is None and torch.version.hip is None else None
     children: list[Child] = []
@@ -188,7 +188,7 @@ def _signal_all(children: Sequence[Child], number: int) -> None:
             child.send_signal(number)
 
 
-def _watch(children: Sequence[Child], roll: StoreMembership, run: Path | None, survives_death: bool) -> int:
+def _watch(children: Sequence[Child], membership: StoreMembership, run: Path | None, survives_death: bool) -> int:
     """Waits for all; the first failure that is not merely the echo of another decides the exit code."""
     codes: dict[int, int] = {}
     deadline: float | None = None
@@ -202,9 +202,9 @@ def _watch(children: Sequence[Child], roll: StoreMembership, run: Path | None, s
             if code == 0:
                 continue
             if code < 0:
-                roll.report(rank, f"killed by signal {signal.Signals(-code).name}")
+                membership.report(rank, f"killed by signal {signal.Signals(-code).name}")
             elif code != 130 and (survives_death or code != 4):
-                roll.report(rank, f"ended with exit code {code}")
+                membership.report(rank, f"ended with exit code {code}")
             _show_log(run, rank, code)
             killed = code < 0
             # 4: one that cannot go on without the dead, such as another member of its machine; the rest can
@@ -226,7 +226,7 @@ def _watch(children: Sequence[Child], roll: StoreMembership, run: Path | None, s
 
 
 def _relay_result(run: Path, rank: int) -> None:
-    """Rank 0, which speaks to the person, is lost: the run's figures stand at the end of another one's file."""
+    """Rank 0, which speaks to the person, is lost: the run's metrics stand at the end of another one's file."""
     lines = _log(run, rank).read_text(errors="replace").splitlines()
     if lines:
         print(lines[-1], flush=True)

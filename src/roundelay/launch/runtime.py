@@ -36,19 +36,19 @@ class SystemRuntime:
     def stamp(self) -> str:
         return time.strftime("%H:%M:%S")
 
-    def begin_with(self, number: int) -> None:
+    def seed_init(self, number: int) -> None:
         torch.manual_seed(number)
 
-    def seed(self, number: int) -> None:
+    def seed_rank(self, number: int) -> None:
         torch.manual_seed(number)
 
-    def dice(self) -> Tensor:
+    def rng_state(self) -> Tensor:
         return torch.get_rng_state()
 
-    def set_dice(self, state: Tensor) -> None:
+    def set_rng_state(self, state: Tensor) -> None:
         torch.set_rng_state(state)
 
-    def rolling(self) -> AbstractContextManager[object]:
+    def rng_scope(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def compute(self, gradient: Callable[[], float], samples: int, slow: float) -> float:
@@ -59,12 +59,12 @@ class SystemRuntime:
         time.sleep((slow - 1.0) * (time.perf_counter() - began))
         return loss
 
-    def ahead(
+    def prefetch(
         self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int
     ) -> PrefetchLoader[C]:
         return PrefetchLoader(claims, prepare, workers=loaders)
 
-    def watch(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
+    def start_periodic(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
         stop = threading.Event()
 
         def run() -> None:
@@ -83,5 +83,5 @@ class SystemRuntime:
     def events(self, path: Path | None, rank: int) -> EventLog:
         return EventLog(path, rank)
 
-    def speaks(self, rank: int) -> bool:
+    def owns_terminal(self, rank: int) -> bool:
         return True

@@ -22,11 +22,11 @@ def run_threads(job: Callable[..., Any], *args: Any, size: int, machines: int = 
 
     def learner(rank: int) -> None:
         try:
-            place = single_process_context("cpu", threads, rank, machines)
+            context = single_process_context("cpu", threads, rank, machines)
             try:
-                results[rank] = job(place, *args)
+                results[rank] = job(context, *args)
             finally:
-                place.close()
+                context.close()
         except BaseException as error:
             problems.append(f"rank {rank}: {traceback.format_exc()}")
             if isinstance(error, RoundelayError) and not isinstance(error, PeerLost):

@@ -18,7 +18,7 @@ from typing import Any
 PLAIN_EVERY_S = 60.0
 LIVE_EVERY_S = 0.25
 NARROW = 76
-"""Columns below which the bar makes room for the figures."""
+"""Columns below which the bar makes room for the metrics."""
 
 
 def select_mode(kind: str, stream: Any) -> str:

@@ -1,6 +1,6 @@
 """What a person sees of a training run: on a terminal a panel that is drawn anew every second, in a file a line a minute.
 
-Rank 0 draws, in a thread of its own; the other ranks' figures come with the signs of life that its watchdog reads anyhow, so no
+Rank 0 draws, in a thread of its own; the other ranks' metrics come with the signs of life that its watchdog reads anyhow, so no
 gradient waits for a drawing.
 """
 
@@ -27,7 +27,7 @@ DRAW_EVERY_S = 1.0
 RANKS_SHOWN = 8
 KINDS = ("data", "compute", "comm")
 
-Figures = dict[str, Any]
+Metrics = dict[str, Any]
 """What a learner's recorder wrote last, and `rank`."""
 
 
@@ -47,10 +47,10 @@ class RunTitle:
 
 @dataclass(frozen=True)
 class FleetMetrics:
-    """The learners' figures as one."""
+    """The learners' metrics as one."""
 
     loss: float | None
-    rate: float
+    lr: float
     samples_per_s: float
     shares: dict[str, float]
     staleness: float
@@ -61,7 +61,7 @@ class FleetMetrics:
     """A step of the slowest rank against one of the fastest."""
 
 
-def aggregate(ranks: list[Figures]) -> FleetMetrics:
+def aggregate(ranks: list[Metrics]) -> FleetMetrics:
     losses = [(f["loss"], f["samples"]) for f in ranks if f.get("loss") is not None]
     weight = sum(n for _, n in losses)
     elapsed = max(sum(f["elapsed_s"] for f in ranks), 1e-9)
@@ -71,7 +71,7 @@ def aggregate(ranks: list[Figures]) -> FleetMetrics:
     slowest = max(own, key=lambda rank: own[rank])
     return FleetMetrics(
         loss=sum(loss * n for loss, n in losses) / weight if weight else None,
-        rate=ranks[0].get("rate", 0.0),
+        lr=ranks[0].get("lr", 0.0),
         samples_per_s=sum(f["samples_per_s"] for f in ranks),
         shares={kind: sum(f["seconds"].get(kind, 0.0) for f in ranks) / elapsed for kind in KINDS},
         staleness=sum(k * n for k, n in stale) / max(sum(n for _, n in stale), 1),
@@ -82,20 +82,20 @@ def aggregate(ranks: list[Figures]) -> FleetMetrics:
     )
 
 
-def step_seconds(figures: Figures) -> float:
+def step_seconds(metrics: Metrics) -> float:
     """Of this learner's own work; waiting for others does not count."""
-    own = sum(figures["seconds"].get(kind, 0.0) for kind in ("data", "compute", "update"))
-    return float(own / max(figures["steps"], 1))
+    own = sum(metrics["seconds"].get(kind, 0.0) for kind in ("data", "compute", "update"))
+    return float(own / max(metrics["steps"], 1))
 
 
 class LiveDashboard:
-    """kind: auto | rich | plain | none. `ranks` gives the last figures of every rank that has some."""
+    """kind: auto | rich | plain | none. `ranks` gives the last metrics of every rank that has some."""
 
     def __init__(self, kind: str, stream: Any = None) -> None:
         self._stream = stream or sys.stderr
         self.kind = select_mode(kind, self._stream)
         self.subject = RunTitle("", 1)
-        self.ranks: Callable[[], list[Figures]] = list
+        self.ranks: Callable[[], list[Metrics]] = list
         self.held_out = ""
         self._pace = ProgressRate()
         self._where: tuple[int, int] | None = None
@@ -119,7 +119,7 @@ class LiveDashboard:
         else:
             print(text, file=self._stream, flush=True)
 
-    def start(self, subject: RunTitle, ranks: Callable[[], list[Figures]]) -> None:
+    def start(self, subject: RunTitle, ranks: Callable[[], list[Metrics]]) -> None:
         self.subject, self.ranks = subject, ranks
         if self.kind == "none":
             return
@@ -158,7 +158,7 @@ class LiveDashboard:
             else:
                 self.line(plain(self.subject, self._pace, aggregate(ranks)))
 
-    def _draw(self, ranks: list[Figures]) -> None:
+    def _draw(self, ranks: list[Metrics]) -> None:
         if self._live is None:
             from rich.live import Live
 
@@ -183,7 +183,7 @@ def plain(subject: RunTitle, pace: ProgressRate, whole: FleetMetrics) -> str:
         f"{100 * pace.share:.0f} %",
         f"epoch {pace.done / subject.samples:.2f} of {pace.total / subject.samples:g}",
         f"loss {whole.loss:.4f}" if whole.loss is not None else "",
-        f"rate {whole.rate:.4g}",
+        f"rate {whole.lr:.4g}",
         speed(subject, whole).replace("   ", ", "),
         ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in whole.shares.items()),
         f"staleness {whole.staleness:.1f}",
@@ -194,7 +194,7 @@ def plain(subject: RunTitle, pace: ProgressRate, whole: FleetMetrics) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def picture(subject: RunTitle, pace: ProgressRate, ranks: list[Figures], held_out: str, width: int) -> Any:
+def picture(subject: RunTitle, pace: ProgressRate, ranks: list[Metrics], held_out: str, width: int) -> Any:
     """The panel; it fits into 60 columns."""
     from rich import box
     from rich.console import Group
@@ -215,7 +215,7 @@ def picture(subject: RunTitle, pace: ProgressRate, ranks: list[Figures], held_ou
     facts.add_column(style="dim")
     facts.add_column()
     loss = f"{whole.loss:.4f}" if whole.loss is not None else "–"
-    facts.add_row("loss", Text.assemble((loss, "bold"), f"   rate {whole.rate:.4g}"))
+    facts.add_row("loss", Text.assemble((loss, "bold"), f"   rate {whole.lr:.4g}"))
     if held_out:
         facts.add_row("held out", held_out)
     facts.add_row("speed", speed(subject, whole))

@@ -2,10 +2,10 @@
 
 start        once per start or resume: what runs where, with which versions, and who averages with whom
 steps        per learner, about once a second: steps, samples, samples/s, loss, rate, seconds by kind, staleness counts,
-             meetings, bytes
-evaluation   held-out figures of the average model, with the spread between learners it was made from
+             exchanges, bytes
+evaluation   held-out metrics of the average model, with the spread between learners it was made from
 checkpoint   a checkpoint became complete
-lost         a learner died;   stall    everybody waits for a rank;   summary   figures of the whole run per learner
+lost         a learner died;   stall    everybody waits for a rank;   summary   metrics of the whole run per learner
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class EventLog:
         """The time that events bear."""
         return time.time()
 
-    def write(self, event: str, **figures: Any) -> None:
+    def write(self, event: str, **metrics: Any) -> None:
         if self._fd >= 0:
-            line = json.dumps({"event": event, "time": round(self.now(), 4), "rank": self.rank, **figures})
-            with suppress(OSError):  # a full disk: figures are not worth a run; the next checkpoint says what to do
+            line = json.dumps({"event": event, "time": round(self.now(), 4), "rank": self.rank, **metrics})
+            with suppress(OSError):  # a full disk: metrics are not worth a run; the next checkpoint says what to do
                 os.write(self._fd, (line + "\n").encode())
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "samples": "samples since",
         "samples_per_s": "of this learner",
         "loss": "mean training loss of its batches; null if it had none",
-        "rate": "learning rate",
+        "lr": "learning rate",
         "position": "global samples before its last step",
         "seconds": "by kind: data (waiting for the next batch), compute (forward and backward), update (writing a published "
         "w), comm (waiting for others), save, judge",
@@ -82,14 +82,14 @@ FIELDS: dict[str, dict[str, str]] = {
         "elapsed_s": "wall seconds since",
         "cpu_s": "CPU seconds of the process, all its threads, in all; in virtual time: what its gradients took",
         "staleness": 'how many gradients were applied with which staleness, as {"0": 148, "1": 19}',
-        "meetings": "meetings of its agent since",
+        "exchanges": "exchanges of its agent since",
         "bytes": "payload this learner has put on its wire since",
-        "pair_distance": "only with meetings: mean of |w_i - w_j| / |w_i| that they found, from a sample of elements",
-        "meeting_s": "only with meetings: mean seconds from entering a round to its end",
+        "pair_distance": "only with exchanges: mean of |w_i - w_j| / |w_i| that they found, from a sample of elements",
+        "exchange_s": "only with exchanges: mean seconds from entering a round to its end",
     },
     "evaluation": {
         "position": "global samples it belongs to",
-        "figures": "what the task's evaluate names, loss among them, as means",
+        "metrics": "what the task's evaluate names, loss among them, as means",
         "final": "whether it is the model the run ends with",
         "seconds": "summed over the learners",
         "spread": "sqrt(mean |w_l - mean|^2) / |mean| of the checkpoint; not in the final one",
@@ -105,14 +105,14 @@ FIELDS: dict[str, dict[str, str]] = {
     "summary": {
         "steps": "per learner, at the end of its run",
         "samples": "in all",
-        "meetings": "in all",
+        "exchanges": "in all",
         "bytes": "in all",
-        "compute_s": "seconds by kind, likewise data_s, update_s, comm_s, save_s, judge_s",
+        "compute_s": "seconds by kind, likewise data_s, update_s, comm_s, save_s, eval_s",
         "data_s": "",
         "update_s": "",
         "comm_s": "",
         "save_s": "",
-        "judge_s": "",
+        "eval_s": "",
         "loader_s": "as in steps, in all",
         "elapsed_s": "wall seconds",
         "samples_per_s": "of this learner",
@@ -123,7 +123,7 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "run": {
         "slowest_rank": "rank, own_s and waiting_s of the learner with the most seconds of its own",
-        "figures": "the final ones",
+        "metrics": "the final ones",
     },
     "watchdog": {"error": "the watchdog of that rank ended early because the store was gone"},
 }

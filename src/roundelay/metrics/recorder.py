@@ -1,4 +1,4 @@
-"""The figures of one learner, written to the run's events about once a second."""
+"""The metrics of one learner, written to the run's events about once a second."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from roundelay.strategies.worker import Worker
 class MetricsRecorder:
     """Counts what a learner does and writes it down now and then."""
 
-    def __init__(self, worker: Worker, job: Communicator, events: EventWriter, every_s: float, host: Runtime) -> None:
-        self.worker, self.job, self.events, self.every_s, self.host = worker, job, events, every_s, host
-        self.clock = host.clock
+    def __init__(self, worker: Worker, job: Communicator, events: EventWriter, every_s: float, runtime: Runtime) -> None:
+        self.worker, self.job, self.events, self.every_s, self.runtime = worker, job, events, every_s, runtime
+        self.clock = runtime.clock
         self.samples = 0
         self.total: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
@@ -32,7 +32,7 @@ class MetricsRecorder:
     def stepped(self) -> None:
         """After every step."""
         self._steps += 1
-        if self.worker.share.own:
+        if self.worker.step_info.local_samples:
             self._losses = (self._losses[0] + self.worker.loss, self._losses[1] + 1)
         if self.clock() - self._since >= self.every_s:
             self.record()
@@ -40,38 +40,38 @@ class MetricsRecorder:
     def record(self) -> None:
         """Writes what has come together since the last time."""
         now = self.clock()
-        worker, meter, elapsed = self.worker, self.worker.meter, max(now - self._since, 1e-9)
+        worker, meter, elapsed = self.worker, self.worker.step_timer, max(now - self._since, 1e-9)
         if not self._steps and not meter.seconds:
             return
-        met = worker.meetings.drain() if worker.meetings is not None else {}
-        sent = self.job.bytes_sent() + (worker.net.bytes_sent() if worker.net is not self.job else 0)
-        if worker.node is not None and worker.node is not worker.net:
+        met = worker.gossip_handle.pop_metrics() if worker.gossip_handle is not None else {}
+        sent = self.job.bytes_sent() + (worker.comm.bytes_sent() if worker.comm is not self.job else 0)
+        if worker.node is not None and worker.node is not worker.comm:
             sent += worker.node.bytes_sent()
-        meetings = met.get("meetings", 0.0)
+        exchanges = met.get("exchanges", 0.0)
         self.last = {
             "step": worker.k,
             "steps": self._steps,
             "samples": self.samples,
             "samples_per_s": round(self.samples / elapsed, 3),
             "loss": round(self._losses[0] / self._losses[1], 6) if self._losses[1] else None,
-            "rate": worker.rate,
-            "position": worker.share.position,
+            "lr": worker.lr,
+            "position": worker.step_info.position,
             "seconds": {kind: round(s, 5) for kind, s in meter.seconds.items() if kind != "loader"},  # a part of data
             "loader_s": round(meter.seconds.get("loader", 0.0), 5),
             "elapsed_s": round(elapsed, 5),
-            "cpu_s": round(self.host.cpu_s(), 4),
+            "cpu_s": round(self.runtime.cpu_s(), 4),
             "staleness": {str(k): v for k, v in sorted(meter.staleness.items())},
-            "meetings": int(meetings),
+            "exchanges": int(exchanges),
             "bytes": sent - self._bytes,
         }
-        if meetings:
-            self.last["pair_distance"] = met["distance"] / meetings
-            self.last["meeting_s"] = round(met["meeting_s"] / meetings, 6)
+        if exchanges:
+            self.last["pair_distance"] = met["distance"] / exchanges
+            self.last["exchange_s"] = round(met["exchange_s"] / exchanges, 6)
         self.events.write("steps", **self.last)
         if self.on_record is not None:
             self.on_record(self.last)
         self.total.update({f"{kind}_s": s for kind, s in meter.seconds.items()})
-        self.total.update(steps=self._steps, samples=self.samples, meetings=int(meetings), bytes=sent - self._bytes)
+        self.total.update(steps=self._steps, samples=self.samples, exchanges=int(exchanges), bytes=sent - self._bytes)
         self.staleness.update(meter.staleness)
         meter.seconds.clear()
         meter.staleness.clear()
@@ -79,7 +79,7 @@ class MetricsRecorder:
         self._since, self._bytes = now, sent
 
     def summary(self) -> dict:
-        """Figures of the whole run."""
+        """Metrics of the whole run."""
         elapsed = self.clock() - self._began
         updates = max(sum(self.staleness.values()), 1)
         own = sum(self.total[k] for k in ("compute_s", "data_s", "update_s"))

@@ -1,6 +1,6 @@
-"""TensorBoard files of a run, in `tensorboard/` of its directory: the run's figures against global samples.
+"""TensorBoard files of a run, in `tensorboard/` of its directory: the run's metrics against global samples.
 
-    train/loss  train/rate        of the writing learner        valid/NAME    every held-out figure of the average model
+    train/loss  train/lr        of the writing learner        valid/NAME    every held-out figure of the average model
     time/KIND                     share of its time by kind     spread/…      how far apart the learners are
     speed/samples_per_s           of all learners together      staleness/mean
 
@@ -51,7 +51,7 @@ class ScalarWriter:
         self._writer.write(event.SerializeToString())
 
     def scalars(self, position: int, values: Mapping[str, float | None]) -> None:
-        """Figures at this many global samples, now."""
+        """Metrics at this many global samples, now."""
         known = {tag: float(value) for tag, value in values.items() if value is not None}
         if self._folder is None or not known:
             return
@@ -60,7 +60,7 @@ class ScalarWriter:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()])
-        with suppress(OSError):  # a full disk stops the figures, not the run
+        with suppress(OSError):  # a full disk stops the metrics, not the run
             self._write(Event(wall_time=self._now(), step=position, summary=summary))
             self._file.flush()
 
@@ -73,10 +73,10 @@ class ScalarWriter:
 
 
 class TensorBoardLogger:
-    """Puts one learner's figures on the board while it is the first of the living."""
+    """Puts one learner's metrics on the board while it is the first of the living."""
 
     def __init__(self, learner: Learner, folder: Path | None) -> None:
-        self._learner, self._folder, self._clock = learner, folder, learner.place.host.clock
+        self._learner, self._folder, self._clock = learner, folder, learner.context.runtime.clock
         self._board: ScalarWriter | None = None
         self._before: tuple[float, int] | None = None
 
@@ -91,32 +91,32 @@ class TensorBoardLogger:
             self._board.open()
 
     def _writes(self) -> bool:
-        return self._board is not None and self._learner.rank == min(self._learner.job.living())
+        return self._board is not None and self._learner.rank == min(self._learner.job.live_ranks())
 
-    def record(self, figures: Mapping[str, Any]) -> None:
+    def record(self, metrics: Mapping[str, Any]) -> None:
         """What a learner has just written to the events."""
         now = (self._clock(), self._learner.position)
         before, self._before = self._before, now
         if self._board is None or before is None or not self._writes():
             return
-        elapsed, stale = max(figures["elapsed_s"], 1e-9), figures["staleness"]
+        elapsed, stale = max(metrics["elapsed_s"], 1e-9), metrics["staleness"]
         updates = sum(stale.values())
         self._board.scalars(
             now[1],
             {
-                "train/loss": figures["loss"],
-                "train/rate": figures["rate"],
+                "train/loss": metrics["loss"],
+                "train/lr": metrics["lr"],
                 "speed/samples_per_s": max(now[1] - before[1], 0) / max(now[0] - before[0], 1e-9),
-                **{f"time/{kind}": figures["seconds"].get(kind, 0.0) / elapsed for kind in ("data", "compute", "comm")},
+                **{f"time/{kind}": metrics["seconds"].get(kind, 0.0) / elapsed for kind in ("data", "compute", "comm")},
                 "staleness/mean": sum(int(k) * v for k, v in stale.items()) / updates if updates else None,
-                "spread/pair_distance": figures.get("pair_distance"),
+                "spread/pair_distance": metrics.get("pair_distance"),
             },
         )
 
-    def judged(self, result: Mapping[str, Any]) -> None:
+    def on_evaluation(self, result: Mapping[str, Any]) -> None:
         """An evaluation of the average model."""
         if self._board is not None and self._writes():
-            values = {f"valid/{name}": value for name, value in result["figures"].items()}
+            values = {f"valid/{name}": value for name, value in result["metrics"].items()}
             more = {"spread/learners": result.get("spread"), "spread/effective_rate": result.get("effective_rate")}
             self._board.scalars(result["position"], values | more)
 

@@ -48,7 +48,7 @@ class OptimizerAdapter:
             raise UsageError(
                 f"the optimizer does not know {len(missing)} trainable parameters",
                 where=", ".join(missing[:3]),
-                do="make the optimizer from module.parameters(), or set requires_grad=False on what must not train",
+                hint="make the optimizer from module.parameters(), or set requires_grad=False on what must not train",
             )
         self.groups = [owner[slot.parameter] for slot in flat.slots]
         self.fused = type(optimizer) is torch.optim.SGD and all(
@@ -73,7 +73,7 @@ class OptimizerAdapter:
             group["lr"] = base * factor
 
     @property
-    def rate(self) -> float:
+    def lr(self) -> float:
         return float(self.torch.param_groups[0]["lr"])
 
     def delta(self, g: Vector) -> Update:
@@ -148,7 +148,7 @@ class OptimizerAdapter:
                         # a copy lies as torch lays tensors out; in a file's memory matrix products may round otherwise
                         self.torch.state[slot.parameter][key] = value.clone() if isinstance(value, Tensor) else value
 
-    def forget(self) -> None:
+    def reset_state(self) -> None:
         if self.fused:
             if self.momentum is not None:
                 self.momentum.zero_()
@@ -178,7 +178,7 @@ class OptimizerAdapter:
             grad = slot.parameter.grad
             if grad is not None:
                 if grad.is_sparse:
-                    raise UsageError("sparse gradients are not supported", where=slot.name, do="use sparse=False")
+                    raise UsageError("sparse gradients are not supported", where=slot.name, hint="use sparse=False")
                 found.append((_Range(slot.start, slot.stop, group), grad.contiguous().view(-1)))
         return found
 
@@ -211,14 +211,14 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(
             f"the optimizer {name} cannot take a plain step: {error}",
             where="optimizer",
-            do="use one whose step() needs no closure",
+            hint="use one whose step() needs no closure",
         ) from error
     odd = [key for key, value in state if not isinstance(value, Tensor | int | float | None)]
     if odd:
         raise UsageError(
             f"the optimizer {name} keeps state that is neither tensor nor number: {', '.join(odd)}",
             where="optimizer",
-            do="use an optimizer of tensors and numbers (all of torch.optim but LBFGS are)",
+            hint="use an optimizer of tensors and numbers (all of torch.optim but LBFGS are)",
         )
 
 
@@ -229,10 +229,10 @@ class _NoUpdate(Update):
         super().__init__()
         self._phi = phi
 
-    def work_out(self) -> Tensor:
+    def compute(self) -> Tensor:
         return torch.zeros_like(self._phi)
 
-    def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
+    def add_to(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
         if phi is not w:
             phi.copy_(w)
 
@@ -244,7 +244,7 @@ class _FusedSGDUpdate(Update):
         super().__init__()
         self._owner, self._g = owner, g
 
-    def work_out(self) -> Tensor:
+    def compute(self) -> Tensor:
         owner, phi = self._owner, self._owner.flat.phi
         d = torch.zeros_like(phi)
         pieces = owner.pieces(self._g)
@@ -258,15 +258,15 @@ class _FusedSGDUpdate(Update):
             u.mul_(group["lr"])
         return d
 
-    def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
+    def add_to(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
         owner = self._owner
-        pieces = [] if self.worked_out else owner.pieces(self._g)
-        if self.worked_out or self._looks_at_phi(pieces):
+        pieces = [] if self.computed else owner.pieces(self._g)
+        if self.computed or self._looks_at_phi(pieces):
             w.add_(self.tensor())
             if phi is not w:
                 phi.copy_(w)
             return
-        self.use_up()
+        self.consume()
         scale = owner.clip_scale(pieces)
         covered = 0
         for at, g in pieces:
@@ -282,12 +282,12 @@ class _FusedSGDUpdate(Update):
         if covered < w.numel() and phi is not w:
             phi.copy_(w)  # parameters without a gradient may have been changed by a neighbour
 
-    def place(self, base: Tensor, phi: Tensor) -> None:
-        if self.worked_out or self._looks_at_phi(self._owner.pieces(self._g)):
-            super().place(base, phi)
+    def assign_to(self, base: Tensor, phi: Tensor) -> None:
+        if self.computed or self._looks_at_phi(self._owner.pieces(self._g)):
+            super().assign_to(base, phi)
             return
         phi.copy_(base)
-        self.move(phi, phi, True)
+        self.add_to(phi, phi, True)
 
     @staticmethod
     def _looks_at_phi(pieces: list[tuple[_Range, Tensor]]) -> bool:
@@ -317,20 +317,20 @@ class _OptimizerUpdate(Update):
         owner.torch.step()
         return owner.before
 
-    def work_out(self) -> Tensor:
+    def compute(self) -> Tensor:
         phi = self._owner.flat.phi
         before = self._step()
         d = before - phi
         phi.copy_(before)
         return d
 
-    def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
-        if self.gain != -1.0 or self.worked_out:
+    def add_to(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
+        if self.gain != -1.0 or self.computed:
             w.add_(self.tensor())
             if phi is not w:
                 phi.copy_(w)
             return
-        self.use_up()
+        self.consume()
         before = self._step()
         if phi is w:
             return
@@ -339,10 +339,10 @@ class _OptimizerUpdate(Update):
         else:
             kernels.add_difference(w, phi, phi, before)
 
-    def place(self, base: Tensor, phi: Tensor) -> None:
-        if self.gain != -1.0 or self.worked_out or base.data_ptr() == phi.data_ptr():
-            super().place(base, phi)
+    def assign_to(self, base: Tensor, phi: Tensor) -> None:
+        if self.gain != -1.0 or self.computed or base.data_ptr() == phi.data_ptr():
+            super().assign_to(base, phi)
             return
-        self.use_up()
+        self.consume()
         before = self._step()
         phi.sub_(before).add_(base)

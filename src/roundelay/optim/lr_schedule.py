@@ -56,5 +56,5 @@ SHAPES: dict[str, Callable[[LrSchedule, int, float], float]] = {
 
 def lr_schedule(kind: str, samples: int, total: int, warmup_epochs: float, anneal_after_epochs: float) -> LrSchedule:
     if kind not in SHAPES:
-        raise UsageError(f"there is no schedule '{kind}'", where="schedule", do=did_you_mean(kind, SHAPES))
+        raise UsageError(f"there is no schedule '{kind}'", where="schedule", hint=did_you_mean(kind, SHAPES))
     return LrSchedule(kind, samples, total, warmup_epochs, anneal_after_epochs)

@@ -30,7 +30,7 @@ class CheckResult:
     found: str
     state: str = "ok"
     """ok, warning or failure"""
-    do: str = ""
+    hint: str = ""
     code: int = 0
     """The exit code that a failure ends with: as the run would."""
 
@@ -132,7 +132,7 @@ def look_at_store(host: str, port: int) -> CheckResult:
         if store.get("hello") != "1":
             raise PeerLost("the store does not keep what it is told")
     except (UsageError, PeerLost) as error:
-        return CheckResult("store", error.what, "failure", error.do, error.exit_code)
+        return CheckResult("store", error.message, "failure", error.hint, error.exit_code)
     chosen = "a port the system chooses" if port == 0 else f"port {port}"
     return CheckResult("store", f"answers on {host}, {chosen}")
 

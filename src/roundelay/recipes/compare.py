@@ -1,6 +1,6 @@
 """roundelay compare: runs in groups of equal settings, paired by seed, with intervals for every difference.
 
-Seconds, speed and held-out figures: the mean of the differences between runs of the same seed, with Student's interval over
+Seconds, speed and held-out metrics: the mean of the differences between runs of the same seed, with Student's interval over
 the seeds. Word error rate: `paired` of all runs of the two groups, with an interval over resampled speakers; without
 hypotheses at hand, over the seeds like the rest.
 """
@@ -30,30 +30,30 @@ UNITS = {"seconds": "s", "samples_per_s": "samples/s", "wer": "points"}
 
 @dataclass
 class ComparedRun:
-    """One run, its seed, its figures and what it has heard."""
+    """One run, its seed, its metrics and what it has heard."""
 
     run: RunView
     seed: int
-    figures: dict[str, float]
+    metrics: dict[str, float]
     decoded: dict[str, DecodedSet]
     """The network's hypotheses by set."""
 
 
 def entry(path: Path, name: str) -> ComparedRun:
     run = read_run(path, name, words_of(path))
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     done = run.engine is None or run.state.startswith("finished")
     if done and run.seconds and run.samples_per_s:
-        figures |= {"seconds": run.seconds, "samples_per_s": run.samples_per_s}
+        metrics |= {"seconds": run.seconds, "samples_per_s": run.samples_per_s}
     final = {k: float(v) for k, v in run.final.items() if done and isinstance(v, int | float)}
     if "logprob" in final:
         final.pop("loss", None)  # the same with the other sign
-    figures |= final
+    metrics |= final
     for row in run.words.systems:
         if row.get("name") == NETWORK:
-            figures[f"wer {row['set']}"] = float(row["wer"])
+            metrics[f"wer {row['set']}"] = float(row["wer"])
     found = {h.set: h for h in load_hypotheses(path) if h.system == NETWORK}
-    return ComparedRun(run, int(run.settings.get("seed", 0)), figures, found)
+    return ComparedRun(run, int(run.settings.get("seed", 0)), metrics, found)
 
 
 def compare(paths: Sequence[Path]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
         raise UsageError(
             "all runs have the same settings: there is nothing to compare",
             where="RUN",
-            do="give runs of at least two strategies (or other settings); roundelay report shows runs of one kind",
+            hint="give runs of at least two strategies (or other settings); roundelay report shows runs of one kind",
         )
     first, *others = groups
     found = [pair for other in others for pair in differences_of(first, groups[first], other, groups[other])]
@@ -82,14 +82,14 @@ def label(run: RunView, keys: Sequence[str]) -> str:
 
 
 def about(name: str, members: Sequence[ComparedRun]) -> dict[str, Any]:
-    keys = dict.fromkeys(k for e in members for k in e.figures)
-    values = {k: [e.figures[k] for e in members if k in e.figures] for k in keys}
+    keys = dict.fromkeys(k for e in members for k in e.metrics)
+    values = {k: [e.metrics[k] for e in members if k in e.metrics] for k in keys}
     return {
         "name": name,
         "seeds": sorted({e.seed for e in members}),
         "runs": [str(e.run.path) for e in members],
         "unfinished": [str(e.run.path) for e in members if not e.run.state.startswith("finished")],
-        "figures": {k: {"mean": statistics.mean(v), "low": min(v), "high": max(v), "runs": len(v)} for k, v in values.items()},
+        "metrics": {k: {"mean": statistics.mean(v), "low": min(v), "high": max(v), "runs": len(v)} for k, v in values.items()},
     }
 
 
@@ -97,7 +97,7 @@ def differences_of(name_a: str, a: Sequence[ComparedRun], name_b: str, b: Sequen
     """b minus a, figure by figure, over the seeds that both have."""
     rows = []
     seeds = sorted({e.seed for e in a} & {e.seed for e in b})
-    keys = dict.fromkeys(k for e in [*a, *b] for k in e.figures)
+    keys = dict.fromkeys(k for e in [*a, *b] for k in e.metrics)
     for key in keys:
         by_seed = [(mean_of(a, seed, key), mean_of(b, seed, key)) for seed in seeds]
         known = [(x, y) for x, y in by_seed if x is not None and y is not None]
@@ -116,7 +116,7 @@ def differences_of(name_a: str, a: Sequence[ComparedRun], name_b: str, b: Sequen
 
 def mean_of(members: Sequence[ComparedRun], seed: int, key: str) -> float | None:
     """Of the runs with this seed: repeats count as one."""
-    values = [e.figures[key] for e in members if e.seed == seed and key in e.figures]
+    values = [e.metrics[key] for e in members if e.seed == seed and key in e.metrics]
     return statistics.mean(values) if values else None
 
 
@@ -152,10 +152,10 @@ def run_compare(args: argparse.Namespace) -> int:
 
 def text_of(found: dict[str, Any]) -> str:
     """Two tables: the groups, then what differs between the first and each other."""
-    keys = list(dict.fromkeys(k for g in found["groups"] for k in g["figures"]))
+    keys = list(dict.fromkeys(k for g in found["groups"] for k in g["metrics"]))
     rows = [["group", "seeds", *keys]]
     for g in found["groups"]:
-        cells = [spanned(g["figures"][k]) if k in g["figures"] else "-" for k in keys]
+        cells = [spanned(g["metrics"][k]) if k in g["metrics"] else "-" for k in keys]
         rows.append([g["name"], str(len(g["seeds"])), *cells])
     lines = [*aligned(rows), ""]
     rows = [["difference", "figure", "mean", "95 % interval", "over"]]

@@ -91,13 +91,13 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         if (self.speed or self.noise) and not self.packed:
             raise UsageError(
-                "speed and noise are added when examples leave an archive", where="network", do="set packed = true"
+                "speed and noise are added when examples leave an archive", where="network", hint="set packed = true"
             )
         if self.adapted and (self.mask_mels or self.mask_frames or self.warp):
             raise UsageError(
                 "masks and warps do not fit adapted features, which are no mels",
                 where="network.adapted",
-                do="set mask_mels, mask_frames and warp to 0, or adapted = false",
+                hint="set mask_mels, mask_frames and warp to 0, or adapted = false",
             )
 
     def of_the_task(self) -> dict[str, Any]:
@@ -132,12 +132,12 @@ class KaldiInputs:
         for name, used in (("alignment_labels", True), ("graph_labels", bool(self.graph))):
             labels = getattr(self, name)
             if labels not in LABELS:
-                raise UsageError(f"{name} cannot be '{labels}'", where="given", do=did_you_mean(str(labels), LABELS))
+                raise UsageError(f"{name} cannot be '{labels}'", where="given", hint=did_you_mean(str(labels), LABELS))
             if used and labels == "transitions" and not self.transitions:
                 raise UsageError(
                     f"{name} is transitions, but no model says which pdf each of them has",
                     where="given.transitions",
-                    do=f'name the text form of final.mdl, or set {name} = "pdfs"',
+                    hint=f'name the text form of final.mdl, or set {name} = "pdfs"',
                 )
 
 
@@ -178,23 +178,23 @@ class Recipe:
             raise UsageError(
                 "the network wants features adapted to speakers, and nothing adapts them",
                 where="network.adapted",
-                do='add "sat" to systems, behind "tri"',
+                hint='add "sat" to systems, behind "tri"',
             )
         if "sat" in self.systems and "tri" not in self.systems[: self.systems.index("sat")]:
-            raise UsageError("sat adapts to what tri has recognised", where="systems", do='put "tri" before "sat"')
+            raise UsageError("sat adapts to what tri has recognised", where="systems", hint='put "tri" before "sat"')
         named = self.network.start_from
         if named and self.starts_after is None and not Path(named).is_dir():
             raise UsageError(
                 f"there is no recipe, run or model '{named}' to start from",
                 where="network.start_from",
-                do="name a recipe as seen from this one's folder; or as seen from here the run of a recipe, or a folder with "
+                hint="name a recipe as seen from this one's folder; or as seen from here the run of a recipe, or a folder with "
                 "model.json and model.safetensors",
             )
         if self.starts_after is not None and "start_from" in read_tree(self.starts_after / FILE).get("network", {}):
             raise UsageError(
                 f"the network of '{self.starts_after.name}' begins from another one itself",
                 where="network.start_from",
-                do="name a recipe whose network begins from nothing",
+                hint="name a recipe whose network begins from nothing",
             )
 
     @property
@@ -237,7 +237,7 @@ def load(where: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Reci
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
         raise UsageError(
-            f"there is no recipe at {where}", where="RECIPE", do="name a folder with a recipe.toml, such as recipes/spoken"
+            f"there is no recipe at {where}", where="RECIPE", hint="name a folder with a recipe.toml, such as recipes/spoken"
         )
     tree = read_tree(path)
     for item in overrides:
@@ -249,7 +249,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"the recipe is not valid TOML: {error}", where=str(path), do="mend that line") from error
+        raise UsageError(f"the recipe is not valid TOML: {error}", where=str(path), hint="mend that line") from error
 
 
 def set_apart(items: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -263,7 +263,7 @@ def override(tree: dict[str, Any], item: str) -> None:
     """Puts `section.key=value` into the tree."""
     key, equals, text = item.partition("=")
     if not equals:
-        raise UsageError(f"'{item}' is not key=value", where="command line", do="write for example train.learners=4")
+        raise UsageError(f"'{item}' is not key=value", where="command line", hint="write for example train.learners=4")
     try:
         value = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
@@ -276,7 +276,7 @@ def override(tree: dict[str, Any], item: str) -> None:
             continue
         here = here.setdefault(name, {})
         if not isinstance(here, dict):
-            raise UsageError(f"'{'.'.join(tables[: number + 1])}' is not a table", where=item, do="see the recipe's file")
+            raise UsageError(f"'{'.'.join(tables[: number + 1])}' is not a table", where=item, hint="see the recipe's file")
     here[last] = value
 
 
@@ -284,7 +284,7 @@ def build(tree: dict[str, Any], path: Path) -> Recipe:
     known = {f.name for f in fields(Recipe)} - {"folder", "sources"} | {"source"}
     for key in tree:
         if key not in known:
-            raise UsageError(f"a recipe has no '{key}'", where=str(path), do=did_you_mean(key, known))
+            raise UsageError(f"a recipe has no '{key}'", where=str(path), hint=did_you_mean(key, known))
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key == "source":
@@ -297,7 +297,7 @@ def build(tree: dict[str, Any], path: Path) -> Recipe:
         check_train(values["train"], f"{path}, train")
     if not values.get("sources") and "given" not in values:
         raise UsageError(
-            "the recipe names no corpus", where=str(path), do='add [[source]] with kind = "synth" or another, or [given]'
+            "the recipe names no corpus", where=str(path), hint='add [[source]] with kind = "synth" or another, or [given]'
         )
     return Recipe(folder=path.resolve().parent, **values)
 
@@ -308,12 +308,12 @@ def check_train(value: Any, where: str) -> None:
     config.check(value, where)
     for key in TOLD_BY_THE_RECIPE:
         if key in value:
-            raise UsageError(f"'{key}' is what the recipe itself tells the engine", where=where, do="remove it")
+            raise UsageError(f"'{key}' is what the recipe itself tells the engine", where=where, hint="remove it")
 
 
 def table(value: Any, where: str) -> None:
     if not isinstance(value, dict):
-        raise UsageError("this must be a table", where=where, do="write [name] and key = value below it")
+        raise UsageError("this must be a table", where=where, hint="write [name] and key = value below it")
 
 
 def section(kind: Any, value: Any, where: str) -> Any:
@@ -321,8 +321,8 @@ def section(kind: Any, value: Any, where: str) -> Any:
     known = {f.name for f in fields(kind)}
     for key in value:
         if key not in known:
-            raise UsageError(f"there is no '{key}' here", where=where, do=did_you_mean(key, known))
+            raise UsageError(f"there is no '{key}' here", where=where, hint=did_you_mean(key, known))
     try:
         return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in value.items()})
     except (TypeError, ValueError) as error:
-        raise UsageError(str(error), where=where, do="see the comments in the recipe's file") from error
+        raise UsageError(str(error), where=where, hint="see the comments in the recipe's file") from error

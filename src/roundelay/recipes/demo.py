@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check(recipe: Recipe) -> None:
     if int(recipe.train.get("learners", 1)) < 2:
-        raise UsageError("the demo compares learners that work together", where="train.learners", do="give at least 2")
+        raise UsageError("the demo compares learners that work together", where="train.learners", hint="give at least 2")
 
 
 def make_folders(folder: Path, command: Sequence[str]) -> None:
@@ -64,7 +64,7 @@ def make_folders(folder: Path, command: Sequence[str]) -> None:
             (folder / name / "command.json").write_text(json.dumps({"command": command, "folder": os.getcwd()}))
     except OSError as error:
         raise UsageError(
-            f"cannot write there: {error.strerror}", where=f"--out {folder}", do="choose another folder"
+            f"cannot write there: {error.strerror}", where=f"--out {folder}", hint="choose another folder"
         ) from error
 
 
@@ -132,7 +132,7 @@ def trained(network: Path) -> dict[str, Any]:
             seconds[event["rank"]] = seconds.get(event["rank"], 0.0) + event["elapsed_s"]
             samples += event["samples"]
         elif event["event"] == "evaluation" and event["final"]:
-            logprob = event["figures"]["logprob"]
+            logprob = event["metrics"]["logprob"]
     longest = max(seconds.values())
     return {
         "seconds": round(longest, 2),

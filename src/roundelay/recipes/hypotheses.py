@@ -120,14 +120,14 @@ def report(runs: list[Path], out: Path | None = None) -> tuple[Path, list[RunVie
 def run_report(args: argparse.Namespace) -> int:
     where, read = report([Path(run) for run in args.runs], Path(args.out) if args.out else None)
     if args.json:
-        print(json.dumps({"report": str(where), "runs": [figures(run) for run in read]}, indent=1))
+        print(json.dumps({"report": str(where), "runs": [metrics(run) for run in read]}, indent=1))
     else:
         print(where)
     return 0
 
 
-def figures(run: RunView) -> dict[str, Any]:
-    """A run in figures."""
+def metrics(run: RunView) -> dict[str, Any]:
+    """A run in metrics."""
     return {
         "run": str(run.path),
         "name": run.name,
@@ -137,6 +137,6 @@ def figures(run: RunView) -> dict[str, Any]:
         "seconds": run.seconds and round(run.seconds, 3),
         "samples": run.samples,
         "samples_per_s": run.samples_per_s and round(run.samples_per_s, 3),
-        "figures": run.final,
+        "metrics": run.final,
         "wer": run.wer(),
     }

@@ -38,7 +38,7 @@ def options_of_run(run: Path) -> FeatureOptions:
         raise DataError(
             "this run was trained on features made elsewhere and cannot make them from recordings",
             where=str(run),
-            do="let the recipe decode, or export --posteriors of features",
+            hint="let the recipe decode, or export --posteriors of features",
         )
     return FeatureOptions(**FeatureStore.open(run / "features" / "train").options)
 
@@ -84,7 +84,9 @@ class Recognizer:
     @classmethod
     def open(cls, run: Path, system: str, *, graph: Path | None = None, scale: float = 0.0, beam: float = 0.0) -> Recognizer:
         if not run.is_dir():
-            raise DataError("there is no such run directory", where=str(run), do="train one with: roundelay run recipes/spoken")
+            raise DataError(
+                "there is no such run directory", where=str(run), hint="train one with: roundelay run recipes/spoken"
+            )
         options = DecodeOptions(acoustic_scale=scale or chosen_scale(run, system))
         chosen = replace(options, beam=beam) if beam else options
         return cls(run, system, open_system(run, system), graph or run / graph_of(system), chosen)

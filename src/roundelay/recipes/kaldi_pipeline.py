@@ -96,7 +96,7 @@ def some_of_dev(work: PipelineContext, ids: list[str]) -> dict[str, tuple[str, .
     texts = read_text(Path(path))
     spoken = [name for name in ids if texts.get(name)]
     if not spoken:
-        raise DataError("no utterance of dev has features and words", where=path, do="give the text of the dev set, or none")
+        raise DataError("no utterance of dev has features and words", where=path, hint="give the text of the dev set, or none")
     return {name: texts[name] for name in spoken[:: max(1, len(spoken) // work.recipe.dev_utterances)]}
 
 

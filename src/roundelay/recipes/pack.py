@@ -55,7 +55,9 @@ class Packing:
 
     def __post_init__(self) -> None:
         if self.examples not in KINDS:
-            raise UsageError(f"examples cannot be '{self.examples}'", where="pack", do=did_you_mean(str(self.examples), KINDS))
+            raise UsageError(
+                f"examples cannot be '{self.examples}'", where="pack", hint=did_you_mean(str(self.examples), KINDS)
+            )
         if self.window < 1 or self.margin < 0 or self.block < 0 or self.repeat < 1:
             raise UsageError("window, margin, block and repeat cannot be that small", where="pack")
 
@@ -221,7 +223,7 @@ def archive_for(options: dict[str, Any], alignments: Path, *, jobs: int, progres
             Archive(folder).require(told, source.targets.num_pdfs, packing.window, packing.margin)
             return folder
         except DataError as error:
-            say(f"  packing again: {error.what}")
+            say(f"  packing again: {error.message}")
     pack(packing, folder, jobs=jobs, progress=progress, say=lambda text: say(f"  {text}"))
     return folder
 
@@ -236,12 +238,12 @@ def packing_of(run: Path, told: dict[str, Any]) -> Packing:
     known = {field.name for field in fields(Packing)}
     for key in told:
         if key not in known:
-            raise UsageError(f"there is no '{key}' here", where="pack", do=did_you_mean(key, known))
+            raise UsageError(f"there is no '{key}' here", where="pack", hint=did_you_mean(key, known))
     return Packing(**{**values, **told})
 
 
 def describe(archive: Archive) -> dict[str, Any]:
-    """The figures of an archive, for people and programs."""
+    """The metrics of an archive, for people and programs."""
     about = archive.about
     size = sum(shard["bytes"] for shard in about.shards)
     return {

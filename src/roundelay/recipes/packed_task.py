@@ -27,7 +27,7 @@ class PackedTask(FrameTask):
         self._given = {"archive": archive, "speed": speed, "noise": noise, **options}
         if not 0 <= speed < 0.5 or not 0 <= noise < 10:
             raise UsageError(
-                f"speed {speed}, noise {noise}", where="task_options", do="speed below 0.5, noise below 10; 0: none"
+                f"speed {speed}, noise {noise}", where="task_options", hint="speed below 0.5, noise below 10; 0: none"
             )
         self._archive = archive
         self._perturbation = Perturbation(speed, noise)

@@ -92,7 +92,7 @@ def run_stages(work: PipelineContext, road: Sequence[PipelineStage], until: str 
     """Stages in order, up to `until`; what is done, and would be done the same way again, is skipped."""
     names = [stage.name for stage in road]
     if until and until not in names:
-        raise UsageError(f"there is no stage '{until}'", where="--until", do=did_you_mean(until, names))
+        raise UsageError(f"there is no stage '{until}'", where="--until", hint=did_you_mean(until, names))
     marks = work.run / "stages"
     marks.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

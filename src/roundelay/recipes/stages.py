@@ -90,7 +90,7 @@ def aligned_run(named: str) -> Path:
     run = Path(named)
     if not (run / "alignments").is_dir():
         what = "there is no such run directory" if not run.is_dir() else "this run has no alignments yet"
-        raise UsageError(what, where=named, do="make it first: roundelay run recipes/spoken, and name the folder it wrote")
+        raise UsageError(what, where=named, hint="make it first: roundelay run recipes/spoken, and name the folder it wrote")
     return run
 
 
@@ -183,7 +183,7 @@ def write_words(work: PipelineContext, sets: dict[str, list[Utterance]], said: S
         raise DataError(
             f"{len(missing)} words of the transcripts have no pronunciation: {', '.join(missing[:8])}",
             where=f"utterance {first.id}, {first.audio}",
-            do="add them to the lexicon, or let espeak-ng propose them: roundelay lexicon --help",
+            hint="add them to the lexicon, or let espeak-ng propose them: roundelay lexicon --help",
         )
 
 
@@ -328,10 +328,12 @@ def train_network(
     command = [sys.executable, "-m", "roundelay", "train", str(file), f"run={json.dumps(str(folder))}", "resume=auto"]
     ended = interrupts.run_command([*command, f"progress={work.progress}"])
     if ended == Interrupted.exit_code or (ended and interrupts.was_interrupted()):
-        raise Interrupted("training was stopped; its checkpoint is kept", where=str(folder), do="run the recipe again to go on")
+        raise Interrupted(
+            "training was stopped; its checkpoint is kept", where=str(folder), hint="run the recipe again to go on"
+        )
     if ended != 0:
         raise RoundelayError(
-            f"training ended with exit code {ended}", where=str(folder), do="see the lines above, and log/ there"
+            f"training ended with exit code {ended}", where=str(folder), hint="see the lines above, and log/ there"
         )
 
 
@@ -351,7 +353,7 @@ def pretraining_run(work: PipelineContext) -> PipelineContext | None:
         raise UsageError(
             f"the run of '{folder.name}', which this network begins from, would stand in a recipe's own folder",
             where=str(run),
-            do="give this run another place, such as run=runs/mine",
+            hint="give this run another place, such as run=runs/mine",
         )
     return replace(work, recipe=load(folder), run=run)
 
@@ -373,7 +375,7 @@ def weights_hash(folder: Path) -> str:
         raise DataError(
             f"the network to start from cannot be read: {error}",
             where=f"network.start_from, {folder}",
-            do="name a recipe, a finished run, or a folder with model.json and model.safetensors",
+            hint="name a recipe, a finished run, or a folder with model.json and model.safetensors",
         ) from error
 
 
@@ -508,7 +510,7 @@ def score_all(work: PipelineContext) -> dict[str, Any]:
 
 
 def post_word_errors(run: Path, rows: list[dict[str, Any]]) -> None:
-    """The trained network's word error rate, beside its other figures in TensorBoard."""
+    """The trained network's word error rate, beside its other metrics in TensorBoard."""
     trained = engine_folder(run)
     rates = [row["wer"] for row in rows if row["name"] == "lstm"]
     if trained is None or not rates or not (trained / FOLDER).is_dir():

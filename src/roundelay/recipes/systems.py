@@ -60,7 +60,7 @@ def open_system(run: Path, name: str) -> System:
     folder = run / name
     if not folder.is_dir():
         there = [known for known in SYSTEMS if (run / known).is_dir()]
-        raise DataError(f"this run has no system '{name}'", where=str(run), do=f"it has: {', '.join(there) or 'none yet'}")
+        raise DataError(f"this run has no system '{name}'", where=str(run), hint=f"it has: {', '.join(there) or 'none yet'}")
     if name != "lstm":
         return GmmSystem(AlignmentModel.load(folder))
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ AGAIN = "record the run again: roundelay train … record=true"
 
 
 class LogEntry(NamedTuple):
-    """One event of one vector's history."""
+    """One event of one vector's update_log."""
 
     kind: Op
     actor: int
@@ -33,7 +33,7 @@ class StepRecord(NamedTuple):
     epoch: int
     start: int
     stop: int
-    share: StepInfo
+    step_info: StepInfo
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def read_run_log(run: Path) -> RunLog:
     """The record in a run directory; one that is not whole is an error."""
     folder = run / FOLDER
     if not folder.is_dir():
-        raise DataError("this run has no record", where=str(run), do="train with record=true to get one")
+        raise DataError("this run has no record", where=str(run), hint="train with record=true to get one")
     card = _card(folder, 0)
     size, total = int(card["size"]), int(card["total"])
     steps: list[list[StepRecord]] = []
@@ -69,7 +69,7 @@ def read_run_log(run: Path) -> RunLog:
                 raise DataError(
                     f"the records of rank 0 and rank {rank} belong to different runs: {key} differs",
                     where=str(folder),
-                    do=AGAIN,
+                    hint=AGAIN,
                 )
         found = _read(folder / f"rank-{rank:03d}.bin")
         is_step = found[:, 0] == Op.STEP
@@ -89,9 +89,9 @@ def _card(folder: Path, rank: int) -> dict[str, Any]:
         card: dict[str, Any] = json.loads(path.read_text())
         complete = card["complete"] and card["format"] == 1
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"the record of rank {rank} is missing or broken", where=str(path), do=AGAIN) from error
+        raise DataError(f"the record of rank {rank} is missing or broken", where=str(path), hint=AGAIN) from error
     if not complete:
-        raise DataError(f"the record of rank {rank} is cut off: the run did not come to its end", where=str(path), do=AGAIN)
+        raise DataError(f"the record of rank {rank} is cut off: the run did not come to its end", where=str(path), hint=AGAIN)
     return card
 
 
@@ -99,12 +99,12 @@ def _read(path: Path) -> np.ndarray:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DataError(f"the record cannot be read: {error.strerror}", where=str(path), do=AGAIN) from error
+        raise DataError(f"the record cannot be read: {error.strerror}", where=str(path), hint=AGAIN) from error
     if len(data) % (8 * FIELDS):
-        raise DataError("the record is cut off in the middle of an event", where=str(path), do=AGAIN)
+        raise DataError("the record is cut off in the middle of an event", where=str(path), hint=AGAIN)
     found = np.frombuffer(data, dtype="<i8").reshape(-1, FIELDS)
     if not np.isin(found[:, 0], [int(k) for k in Op]).all():
-        raise DataError("the record holds an event of an unknown kind", where=str(path), do=AGAIN)
+        raise DataError("the record holds an event of an unknown kind", where=str(path), hint=AGAIN)
     return found
 
 
@@ -115,10 +115,10 @@ def _orders(notes: np.ndarray, folder: Path) -> list[list[LogEntry]]:
         mine = notes[notes[:, 1] == vector]
         mine = mine[np.argsort(mine[:, 2], kind="stable")]
         gaps = np.flatnonzero(mine[:, 2] != np.arange(1, len(mine) + 1))
-        if len(gaps) or not len(mine) or not (mine[:, 0] == Op.LAST).any():
+        if len(gaps) or not len(mine) or not (mine[:, 0] == Op.FINAL_READ).any():
             missing = int(gaps[0]) + 1 if len(gaps) else len(mine) + 1
             raise DataError(
-                f"the record is cut off: event {missing} of vector {vector} is missing", where=str(folder), do=AGAIN
+                f"the record is cut off: event {missing} of vector {vector} is missing", where=str(folder), hint=AGAIN
             )
         orders.append([LogEntry(Op(int(r[0])), int(r[3]), int(r[4])) for r in mine])
     return orders
@@ -131,5 +131,5 @@ def _last(folder: Path, card: dict[str, Any]) -> list[Tensor]:
         try:
             found.append(load_file(str(path))["w"])
         except (OSError, KeyError, SafetensorError) as error:
-            raise DataError(f"the last weights of rank {rank} are missing or broken", where=str(path), do=AGAIN) from error
+            raise DataError(f"the last weights of rank {rank} are missing or broken", where=str(path), hint=AGAIN) from error
     return found

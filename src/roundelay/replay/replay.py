@@ -41,7 +41,7 @@ def check_settings(record: RunLog, settings: dict[str, Any], where: str) -> None
             raise DataError(
                 f"the record was made with {key} = {said.get(key)!r}, the settings say {settings.get(key)!r}",
                 where=where,
-                do="replay with the settings the run was recorded with",
+                hint="replay with the settings the run was recorded with",
             )
 
 
@@ -52,12 +52,12 @@ class Replay:
         self.task, self.options, self.plan, self.record = task, options, plan, record
         card = record.card
         if card["device"] != "cpu":
-            raise UsageError("only runs on the CPU can be replayed", where=f"device {card['device']}", do="record on cpu")
+            raise UsageError("only runs on the CPU can be replayed", where=f"device {card['device']}", hint="record on cpu")
         if task.samples != card["samples"]:
             raise DataError(
                 f"the record is of a task with {card['samples']} samples, this one has {task.samples}",
                 where="task",
-                do="replay with the same data",
+                hint="replay with the same data",
             )
         self.last: dict[int, Tensor] = {}
         self._first: Tensor | None = None
@@ -88,13 +88,13 @@ class Replay:
             if len(machine) > 1:
                 circle = nodes.setdefault(machine[0], ReplayGroup(stage, len(machine)))
                 node = ReplayCommunicator(circle, machine.index(rank))
-            net = ReplayCommunicator(outer, leaders.index(rank)) if rank in leaders else node
-            assert net is not None
-            parts.append(self._learner(rank, net, node, watch))
+            comm = ReplayCommunicator(outer, leaders.index(rank)) if rank in leaders else node
+            assert comm is not None
+            parts.append(self._learner(rank, comm, node, watch))
         stage.play(parts)
 
     def _learner(
-        self, rank: int, net: ReplayCommunicator, node: ReplayCommunicator | None, watch: Callable[[int, Worker], None] | None
+        self, rank: int, comm: ReplayCommunicator, node: ReplayCommunicator | None, watch: Callable[[int, Worker], None] | None
     ) -> Callable[[], None]:
         """One learner from its first weights to what it brings to the closing average, as train.learner has it."""
         options, plan, card, task = self.options, self.plan, self.record.card, self.task
@@ -108,7 +108,7 @@ class Replay:
             raise DataError(
                 f"the record is of a model with {card['parameters']} parameters, this one has {flat.phi.numel()}",
                 where="task",
-                do="replay with the same task",
+                hint="replay with the same task",
             )
         if self._first is None:
             self._first = flat.phi.clone()
@@ -131,31 +131,31 @@ class Replay:
 
         def live() -> None:
             worker = Worker(
-                cast(Communicator, net),
+                cast(Communicator, comm),
                 flat,
                 optimizer,
                 SeededTopologies(options.seed),
                 lambda: 0.0,
-                published=strategy.traits.published and rank in card["leaders"],
+                published=strategy.traits.shares_weights and rank in card["leaders"],
                 exact=options.exact,
-                weighs_steps=strategy.traits.weighs == "step",
-                gradients_per_meeting=options.gradients_per_meeting,
+                weight_gradients=strategy.traits.sample_weighting == "gradient",
+                steps_per_exchange=options.steps_per_exchange,
                 node=cast(Communicator, node) if node is not None else None,
             )
             strategy.start(worker)
             for piece in self.record.steps[rank]:
-                optimizer.set_position(piece.share.position)
-                worker.begin(copy.copy(piece.share), compute(piece))
+                optimizer.set_position(piece.step_info.position)
+                worker.begin(copy.copy(piece.step_info), compute(piece))
                 strategy.step(worker)
                 worker.end()
                 if watch is not None:
                     watch(rank, worker)
             finish = getattr(innermost(strategy), "finish", None)
-            if finish is not None and worker.leads:
-                if strategy.traits.claims == "race":
-                    worker.share = StepInfo(0, 0, sum(card["batches"]), card["total"], card["total"])
+            if finish is not None and worker.is_node_leader:
+                if strategy.traits.sharding == "dynamic":
+                    worker.step_info = StepInfo(0, 0, sum(card["batches"]), card["total"], card["total"])
                 finish(worker)
-            if worker.leads:
+            if worker.is_node_leader:
                 self.last[card["leaders"].index(rank)] = worker.last()
             worker.close()
 

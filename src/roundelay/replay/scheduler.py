@@ -1,7 +1,7 @@
 """Where a recorded run is done again: one thread, one greenlet per learner, and the record says whose turn it is.
 
 A learner runs its strategy's plain code until it wants a published vector; there it waits until the next event of that
-vector's history is its own. What agents did (meetings, snapshots) happens here when its turn comes. Nobody waits for time.
+vector's update_log is its own. What agents did (exchanges, snapshots) happens here when its turn comes. Nobody waits for time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from roundelay.core.update_log import Op
 from roundelay.errors import DataError
 from roundelay.replay.reader import LogEntry
 
-WRITES = frozenset((Op.MOVE, Op.PLACE, Op.ADD))
-OWN = frozenset((Op.READ, Op.MOVE, Op.PLACE, Op.LAST))
-ONE_SIDED = frozenset((Op.ADD, Op.GET))
+WRITES = frozenset((Op.UPDATE, Op.ASSIGN, Op.REMOTE_ADD))
+OWN = frozenset((Op.READ, Op.UPDATE, Op.ASSIGN, Op.FINAL_READ))
+ONE_SIDED = frozenset((Op.REMOTE_ADD, Op.REMOTE_GET))
 
 
 class ReplayScheduler:
@@ -54,7 +54,7 @@ class ReplayScheduler:
             raise self._stuck()
 
     def turn(self, vector: int, actor: int, kinds: frozenset[Op]) -> LogEntry:
-        """Waits until the next event of this vector's history is the actor's; takes it."""
+        """Waits until the next event of this vector's update_log is the actor's; takes it."""
         self._wants[vector, actor] = (getcurrent(), kinds)
         event: LogEntry = self._hub.switch()
         if event.kind in WRITES:
@@ -84,8 +84,8 @@ class ReplayScheduler:
         return moved
 
     def _head(self, vector: int) -> LogEntry | None:
-        order, place = self.orders[vector], self._next[vector]
-        return order[place] if place < len(order) else None
+        order, context = self.orders[vector], self._next[vector]
+        return order[context] if place < len(order) else None
 
     def _take(self, *vectors: int) -> None:
         for vector in vectors:
@@ -106,7 +106,7 @@ class ReplayScheduler:
             self._take(vector)
             wanted[0].switch(event)
             return True
-        if event.kind is Op.MEET:
+        if event.kind is Op.PAIR_AVERAGE:
             return self._meet(vector, event)
         if event.kind is Op.SNAPSHOT:
             self._snapshots[vector, event.round] = self.vectors[vector].clone()
@@ -125,7 +125,7 @@ class ReplayScheduler:
 
     def _meet(self, vector: int, event: LogEntry) -> bool:
         other = self._head(event.actor)
-        if event.actor not in self.vectors or other != LogEntry(Op.MEET, vector, event.round):
+        if event.actor not in self.vectors or other != LogEntry(Op.PAIR_AVERAGE, vector, event.round):
             return False
         kernels.pair_average(*(self.vectors[v] for v in sorted((vector, event.actor))))
         self.versions[vector] += 1
@@ -141,7 +141,7 @@ class ReplayScheduler:
         return DataError(
             "the record does not fit this run: what it says next cannot happen",
             where=said[:400] or "learners wait for each other",
-            do="replay with the task, the settings and the version of roundelay the run was recorded with",
+            hint="replay with the task, the settings and the version of roundelay the run was recorded with",
         )
 
 
@@ -164,7 +164,7 @@ class ReplayedVector:
             raise DataError(
                 f"the record says {self._event.kind.name} where the learner {'writes' if writes else 'reads'}",
                 where=f"vector {self.rank}",
-                do="replay with the strategy and the version of roundelay the run was recorded with",
+                hint="replay with the strategy and the version of roundelay the run was recorded with",
             )
         return self._stage._next[self.rank], self._stage.versions[self.rank]
 
@@ -174,17 +174,17 @@ class ReplayedVector:
 
 
 class NullGossip:
-    """What a learner sees of its agent: nothing to do, the stage holds the meetings."""
+    """What a learner sees of its agent: nothing to do, the stage holds the exchanges."""
 
     rounds = 0
 
-    def credit(self) -> None:
-        """The record knows when meetings happened."""
+    def notify_step(self) -> None:
+        """The record knows when exchanges happened."""
 
     def finish(self) -> None:
-        """The stage plays every meeting of the record."""
+        """The stage plays every exchange of the record."""
 
-    def drain(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         return {}
 
 
@@ -226,7 +226,7 @@ class ReplayCommunicator:
         self._circle.brought.pop(self._number - 64, None)  # long taken by everybody
         return PendingResult(self._stage, lambda: len(table) == self.size, lambda: finish(table))
 
-    def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> PendingResult:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> PendingResult:
         def finish(brought: dict[int, Any]) -> Tensor:
             rows = torch.stack([brought[r][0].reshape(-1) for r in range(self.size)])
             weights = torch.tensor([1.0 if brought[r][1] is None else brought[r][1] for r in range(self.size)], dtype=x.dtype)
@@ -236,7 +236,7 @@ class ReplayCommunicator:
 
         return self._bring((x.clone(), weight), finish)
 
-    def reduce_in_place(self, x: Tensor) -> PendingResult:
+    def all_reduce_(self, x: Tensor) -> PendingResult:
         def finish(brought: dict[int, Any]) -> Tensor:
             x.copy_(brought[0])
             for rank in range(1, self.size):
@@ -245,7 +245,7 @@ class ReplayCommunicator:
 
         return self._bring(x.clone(), finish)
 
-    def start_mix(self, x: Tensor, row: dict[int, float]) -> PendingResult:
+    def neighbor_average(self, x: Tensor, row: dict[int, float]) -> PendingResult:
         def finish(brought: dict[int, Any]) -> Tensor:
             members = sorted(row)
             out = torch.empty_like(x)
@@ -254,27 +254,27 @@ class ReplayCommunicator:
 
         return self._bring(x.clone(), finish)
 
-    def cast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         self._bring(x.clone() if self.rank == 0 else None, lambda brought: x.copy_(brought[0])).wait()
 
-    def huddle(self, like: Tensor) -> ReplayCommunicator:
+    def node_group(self, like: Tensor) -> ReplayCommunicator:
         return self
 
-    hand_out, add_up = cast, reduce_in_place
+    broadcast, add_up = cast, all_reduce_
 
     def publish(self, vector: Tensor) -> ReplayedVector:
         kernels.compile_for(vector.dtype)
         return ReplayedVector(self._stage, self.rank, vector)
 
-    def gossip(self, published: Any, matching: Matching, gradients_per_meeting: float) -> NullGossip:
+    def gossip(self, shared_weights: Any, matching: Matching, steps_per_exchange: float) -> NullGossip:
         return NullGossip()
 
-    def add(self, peer: int, d: Tensor) -> int:
+    def remote_add(self, peer: int, d: Tensor) -> int:
         self._stage.turn(peer, self.rank, ONE_SIDED)
         self._stage.vectors[peer].add_(d)
         return self._stage.versions[peer] - 1
 
-    def get(self, peer: int, out: Tensor) -> int:
+    def remote_get(self, peer: int, out: Tensor) -> int:
         self._stage.turn(peer, self.rank, ONE_SIDED)
         out.copy_(self._stage.vectors[peer])
         return self._stage.versions[peer]

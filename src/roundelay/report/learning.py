@@ -1,4 +1,4 @@
-"""How the runs learn: losses, held-out figures, rate and speed, against samples and against seconds."""
+"""How the runs learn: losses, held-out metrics, rate and speed, against samples and against seconds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def learning(runs: Sequence[RunView]) -> str:
         else "a smooth fall that flattens out. A jump upwards means that the rate is too high; a flat line, too low."
     )
     parts = [against_both(runs, series.train_loss, "Training loss", "loss", look, "train-loss")]
-    names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e["figures"])
+    names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e["metrics"])
     if "logprob" in names:
         names.pop("loss", None)  # the same figure with the other sign
     for name in sorted(names, key=lambda n: [*FIGURE_NAMES, n].index(n)):
@@ -70,16 +70,16 @@ def learning(runs: Sequence[RunView]) -> str:
 
 
 def evaluations(runs: Sequence[RunView]) -> str:
-    """The held-out figures as numbers."""
+    """The held-out metrics as numbers."""
     found = []
     for run in runs:
         if not run.evaluations:
             continue
-        names = list(dict.fromkeys(name for e in run.evaluations for name in e["figures"]))
+        names = list(dict.fromkeys(name for e in run.evaluations for name in e["metrics"]))
         rows = [
             [
                 number(e.get("position")) + (" (final)" if e.get("final") else ""),
-                *(number(e["figures"].get(n)) for n in names),
+                *(number(e["metrics"].get(n)) for n in names),
                 number(e.get("spread")),
                 number(e.get("effective_rate")),
             ]
@@ -89,4 +89,4 @@ def evaluations(runs: Sequence[RunView]) -> str:
             (f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
             + table([SAMPLES, *map(escape, names), "spread", "effective rate"], rows)
         )
-    return f"<details><summary>Held-out figures as numbers</summary>{''.join(found)}</details>" if found else ""
+    return f"<details><summary>Held-out metrics as numbers</summary>{''.join(found)}</details>" if found else ""

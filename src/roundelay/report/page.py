@@ -27,7 +27,7 @@ def write_report(runs: Sequence[str | Path], out: str | Path, extra: Mapping[Pat
 
     `extra`: what is known about the words that were heard beyond result.json, by run directory."""
     if not runs:
-        raise UsageError("no run is named", where="RUN", do="give one run directory or more")
+        raise UsageError("no run is named", where="RUN", hint="give one run directory or more")
     paths = [Path(run) for run in runs]
     known = {path.resolve(): heard for path, heard in (extra or {}).items()}
     read = [
@@ -40,7 +40,7 @@ def write_report(runs: Sequence[str | Path], out: str | Path, extra: Mapping[Pat
         partial.write_text(page(read), encoding="utf-8")
         partial.replace(out)
     except OSError as error:
-        raise UsageError(f"cannot write the page: {error.strerror}", where=str(out), do="choose another --out") from error
+        raise UsageError(f"cannot write the page: {error.strerror}", where=str(out), hint="choose another --out") from error
     return out
 
 
@@ -90,7 +90,7 @@ def summary(runs: Sequence[RunView]) -> str:
 
 
 def tiles(run: RunView) -> str:
-    """The figures of one run at a glance."""
+    """The metrics of one run at a glance."""
     learners = f"{run.learners} learner{'s' * (run.learners != 1)}"
     known = [
         ("strategy", escape(run.strategy or "–"), learners),
@@ -137,7 +137,7 @@ def comparison(runs: Sequence[RunView]) -> str:
         if run.state != "finished":
             cells[0] += f'<br><span class="warn small">{escape(run.state)}</span>'
         rows.append(cells)
-    look = "seconds and samples/s say which is faster; the held-out figures, whether it is as good at the end."
+    look = "seconds and samples/s say which is faster; the held-out metrics, whether it is as good at the end."
     return card(table(head, rows, 2, stacks=True), look, figure="summary")
 
 

@@ -84,9 +84,9 @@ class RunView:
 
     @property
     def final(self) -> dict[str, float]:
-        """Held-out figures of the model the run ended with, or of the last one judged."""
+        """Held-out metrics of the model the run ended with, or of the last one judged."""
         last = [e for e in self.evaluations if e.get("final")] or self.evaluations
-        return dict(last[-1].get("figures") or {}) if last else {}
+        return dict(last[-1].get("metrics") or {}) if last else {}
 
     @property
     def position(self) -> int:
@@ -122,7 +122,7 @@ def read_run(path: str | Path, name: str = "", words: WerResult | None = None) -
     """The run in this folder. `words` replaces what result.json says."""
     path = Path(path)
     if not path.is_dir():
-        raise UsageError(f"there is no folder {path}", where="RUN", do="give a run directory: what `run=…` named, or runs/…")
+        raise UsageError(f"there is no folder {path}", where="RUN", hint="give a run directory: what `run=…` named, or runs/…")
     engine = engine_folder(path)
     result = _json(path / "result.json")
     if engine is None and "systems" not in result and not (path / "config.toml").is_file():
@@ -130,7 +130,7 @@ def read_run(path: str | Path, name: str = "", words: WerResult | None = None) -
         raise UsageError(
             f"{path} is not a run: it holds no {EVENTS}, no network/ and no result.json",
             where="RUN",
-            do=f"give a folder in it: {', '.join(inside)}" if inside else "give what `roundelay train` or `run` has written",
+            hint=f"give a folder in it: {', '.join(inside)}" if inside else "give what `roundelay train` or `run` has written",
         )
     heard = words or WerResult(result.get("systems") or [], result.get("paired") or [])
     settings, typed = _toml((engine or path) / "config.toml"), _json(path / "command.json")
@@ -150,7 +150,7 @@ def _sort(run: RunView, events: Sequence[Event]) -> None:
             elif kind == "steps" and isinstance(rank, int):
                 event["from"] = event["at"] - float(event.get("elapsed_s") or 0)
                 run.steps.setdefault(rank, []).append(event)
-            elif kind == "evaluation" and isinstance(event.get("figures"), dict):
+            elif kind == "evaluation" and isinstance(event.get("metrics"), dict):
                 run.evaluations.append(event)
             elif kind == "checkpoint":
                 run.checkpoints.append(event)

@@ -11,7 +11,7 @@ from roundelay.report.run_reader import Event, RunView
 
 Points = list[tuple[float, float]]
 BINS = 120
-KINDS = ("compute", "data", "update", "comm", "save", "judge")
+KINDS = ("compute", "data", "update", "comm", "save", "eval")
 """Where a learner's time goes; what is left of a second is `other`."""
 TAIL = ((8, 15), (16, 31), (32, 63), (64, 127))
 
@@ -25,15 +25,15 @@ def train_loss(run: RunView, against: str) -> Points:
 
 
 def learning_rate(run: RunView, against: str) -> Points:
-    found = ((e[against], e["rate"], 1.0) for e in steps(run) if finite(e.get("rate")) and finite(e.get(against)))
+    found = ((e[against], e["lr"], 1.0) for e in steps(run) if finite(e.get("lr")) and finite(e.get(against)))
     return mean_in_bins(found, len(run.steps))
 
 
 def pair_distance(run: RunView, against: str) -> Points:
-    """|w_i - w_j| / |w_i| that meetings found, weighted by meetings."""
+    """|w_i - w_j| / |w_i| that exchanges found, weighted by exchanges."""
     return mean_in_bins(
         (
-            (e[against], e["pair_distance"], e.get("meetings") or 1)
+            (e[against], e["pair_distance"], e.get("exchanges") or 1)
             for e in steps(run)
             if finite(e.get("pair_distance")) and finite(e.get(against))
         ),
@@ -53,11 +53,11 @@ def spread(run: RunView, against: str) -> Points:
 
 
 def held_out(figure: str, run: RunView, against: str) -> Points:
-    """One of the held-out figures of the average model. Of the final model only where no checkpoint has its place."""
+    """One of the held-out metrics of the average model. Of the final model only where no checkpoint has its place."""
     found = {}
     for e in run.evaluations:
-        if finite(e["figures"].get(figure)) and finite(e.get(against)):
-            found[e.get("position")] = (float(e[against]), float(e["figures"][figure]))
+        if finite(e["metrics"].get(figure)) and finite(e.get(against)):
+            found[e.get("position")] = (float(e[against]), float(e["metrics"][figure]))
     return sorted(found.values())
 
 

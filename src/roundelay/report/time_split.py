@@ -15,7 +15,7 @@ MOST_CELLS = 3200
 """Bins of all strips of a run together; more learners get fewer each."""
 KIND_NAMES = {
     "compute": "computing gradients", "data": "waiting for data", "update": "writing weights", "comm": "waiting for others",
-    "save": "saving", "judge": "judging", "other": "anything else",
+    "save": "saving", "eval": "judging", "other": "anything else",
 }  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def asynchrony(runs: Sequence[RunView]) -> str:
         )  # fmt: skip
         look = (
             "how many other updates went into a learner's weights between the moment its gradient was begun and the moment it "
-            "was applied. Strategies with a rendezvous have 0 throughout; with meetings in the background, a slow learner has "
+            "was applied. Strategies with a rendezvous have 0 throughout; with exchanges in the background, a slow learner has "
             "more. "
             f"Values of a few are harmless, a long tail is not. Mean: {means}."
         )
@@ -103,7 +103,7 @@ def asynchrony(runs: Sequence[RunView]) -> str:
         )
         look = (
             "how far apart the learners' weights are, relative to their length: marks, all learners at a checkpoint "
-            "(sqrt(mean |w − mean|²) / |mean|); dashed, the two ends of each meeting. It should fall as the rate falls. If it "
+            "(sqrt(mean |w − mean|²) / |mean|); dashed, the two ends of each exchange. It should fall as the rate falls. If it "
             f"grows, they drift apart: use a topology with a larger gap, or a smaller rate.{nothing}"
         )
         parts.append(card(legend(runs) + chart, look, "Consensus distance", "consensus"))

@@ -46,7 +46,7 @@ class ComputeModel:
     seconds_per_step: float = 0.0  # what a step costs beside its samples: kernel launches, the optimizer
     backward_share: float = 0.667  # of the compute time; gradients leave during it
     memory_gb: float = FOREVER  # of the learner's device
-    scatter: SpeedModel = SpeedModel()
+    jitter: SpeedModel = SpeedModel()
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class MemoryModel:
 
     gb_per_s: float = FOREVER  # all its learners and agents together
     device_gb_per_s: float = FOREVER  # between a learner's device and host memory; published weights take it twice per step
-    meeting_gb_per_s: float = FOREVER  # one pair average in place, inside a machine; bytes of the two vectors
-    steals: float = 0.0  # share of a meeting's time that its learners lose: 1 where agents run on the learners' cores
+    exchange_gb_per_s: float = FOREVER  # one pair average in place, inside a machine; bytes of the two vectors
+    contention: float = 0.0  # share of a exchange's time that its learners lose: 1 where agents run on the learners' cores
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,13 @@ class Cluster:
         """How fast every learner is beside [learner], by rank."""
         return [kind.speed for kind in self.machines for _ in range(kind.count * kind.learners)]
 
-    def cut(self, learners: int) -> Cluster:
+    def first(self, learners: int) -> Cluster:
         """The same cluster with only its first learners."""
         if learners < 1 or learners > self.learners:
             raise UsageError(
                 f"{learners} learners on a cluster that has {self.learners}",
                 where=f"learners, cluster '{self.name}'",
-                do=f"give 1 to {self.learners}, or describe a larger cluster",
+                hint=f"give 1 to {self.learners}, or describe a larger cluster",
             )
         kept: list[MachineGroup] = []
         for kind in self.machines:
@@ -178,7 +178,7 @@ def load(source: str | Path) -> Cluster:
         raise UsageError(
             f"there is no cluster '{text}'",
             where="CLUSTER",
-            do=f"{did_you_mean(text, presets())} or give the path of a .toml file (roundelay list clusters)",
+            hint=f"{did_you_mean(text, presets())} or give the path of a .toml file (roundelay list clusters)",
         )
     return read(Path(text))
 
@@ -193,9 +193,9 @@ def read(path: Path) -> Cluster:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise UsageError(f"cannot read {path}: {why}", where="CLUSTER", do="give the path of a TOML file") from error
+        raise UsageError(f"cannot read {path}: {why}", where="CLUSTER", hint="give the path of a TOML file") from error
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {error}", where=str(path), do="see docs/simulate.md") from error
+        raise UsageError(f"{path} is not valid TOML: {error}", where=str(path), hint="see docs/simulate.md") from error
     return from_tree({"name": path.stem, **tree}, str(path))
 
 
@@ -208,18 +208,18 @@ def from_tree(tree: Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 def _build(cls: type[Any], tree: Any, where: str, at: str) -> Any:
     if not isinstance(tree, Mapping):
-        raise UsageError(f"'{at}' is {tree!r}, not a table", where=where, do=f"write [{at}] and its keys below")
+        raise UsageError(f"'{at}' is {tree!r}, not a table", where=where, hint=f"write [{at}] and its keys below")
     hints = get_type_hints(cls)
     known = {f.name: f for f in fields(cls)}
     values: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{at}.{key}" if at else key
         if key not in known:
-            raise UsageError(f"there is no key '{name}' in a cluster", where=where, do=did_you_mean(key, known))
+            raise UsageError(f"there is no key '{name}' in a cluster", where=where, hint=did_you_mean(key, known))
         values[key] = _value(hints[key], value, where, name)
     missing = [f.name for f in known.values() if f.name not in values and f.default is MISSING and f.default_factory is MISSING]
     if missing:
-        raise UsageError(f"'{at}' lacks '{missing[0]}'", where=where, do=f"add {missing[0]} = …")
+        raise UsageError(f"'{at}' lacks '{missing[0]}'", where=where, hint=f"add {missing[0]} = …")
     return cls(**values)
 
 
@@ -229,14 +229,14 @@ def _value(kind: Any, value: Any, where: str, name: str) -> Any:
     inner = get_args(kind)
     if inner and is_dataclass(inner[0]):
         if not isinstance(value, list):
-            raise UsageError(f"'{name}' is not a list of tables", where=where, do=f"write [[{name}]] and its keys below")
+            raise UsageError(f"'{name}' is not a list of tables", where=where, hint=f"write [[{name}]] and its keys below")
         return tuple(_build(inner[0], row, where, name) for row in value)  # type: ignore[arg-type]
     if inner:
         return dict(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise UsageError(f"{name} = {value!r} is not of type {kind.__name__}", where=where, do=f"give a {kind.__name__}")
+        raise UsageError(f"{name} = {value!r} is not of type {kind.__name__}", where=where, hint=f"give a {kind.__name__}")
     return value
 
 
@@ -247,7 +247,7 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
     """Refuses what cannot be."""
 
     def refuse(what: str, do: str) -> None:
-        raise UsageError(what, where=f"{where}, cluster '{cluster.name}'", do=do)
+        raise UsageError(what, where=f"{where}, cluster '{cluster.name}'", hint=do)
 
     if not cluster.machines:
         refuse("a cluster without machines", "add [[machines]] with count and learners")
@@ -260,7 +260,7 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
         ("link.between.gbit_per_s", between.gbit_per_s),
         ("memory.gb_per_s", memory.gb_per_s),
         ("memory.device_gb_per_s", memory.device_gb_per_s),
-        ("memory.meeting_gb_per_s", memory.meeting_gb_per_s),
+        ("memory.exchange_gb_per_s", memory.exchange_gb_per_s),
         ("loader.samples_per_s", cluster.loader.samples_per_s),
         ("learner.memory_gb", learner.memory_gb),
         *(("machines.memory_gb", m.memory_gb) for m in cluster.machines),
@@ -272,12 +272,12 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
     not_below = [
         ("learner.seconds_per_sample", learner.seconds_per_sample),
         ("learner.seconds_per_step", learner.seconds_per_step),
-        ("learner.scatter.spread", learner.scatter.spread),
+        ("learner.jitter.spread", learner.jitter.spread),
         ("link.inside.latency_us", inside.latency_us),
         ("link.between.latency_us", between.latency_us),
         ("link.inside.cpu_s_per_gb", inside.cpu_s_per_gb),
         ("link.between.cpu_s_per_gb", between.cpu_s_per_gb),
-        ("memory.steals", memory.steals),
+        ("memory.contention", memory.contention),
         *(("failures.at_s", f.at_s) for f in cluster.failures),
         *(("slow.from_s", s.from_s) for s in cluster.slow),
     ]
@@ -286,11 +286,11 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
             refuse(f"{name} = {value:g}: time does not run backwards", "give a finite number of at least 0")
     if not 0 <= cluster.learner.backward_share <= 1:
         refuse(f"learner.backward_share = {cluster.learner.backward_share:g}", "give a share between 0 and 1")
-    _choose(cluster.learner.scatter.kind, ("constant", "jitter", "heavy_tail"), "learner.scatter.kind", where)
+    _choose(cluster.learner.jitter.kind, ("constant", "gaussian", "heavy_tail"), "learner.jitter.kind", where)
     for link in (cluster.link.inside, cluster.link.between):
         _choose(link.duplex, ("full", "half"), "link.duplex", where)
-    if cluster.learner.scatter.kind == "heavy_tail" and cluster.learner.scatter.tail <= 1:
-        refuse(f"learner.scatter.tail = {cluster.learner.scatter.tail:g} has no mean", "give a Pareto index above 1")
+    if cluster.learner.jitter.kind == "heavy_tail" and cluster.learner.jitter.tail <= 1:
+        refuse(f"learner.jitter.tail = {cluster.learner.jitter.tail:g} has no mean", "give a Pareto index above 1")
     size, machines = cluster.learners, len(set(cluster.machine_names()))
     for what, rows in (("slow", cluster.slow), ("failures", cluster.failures)):
         for row in rows:
@@ -314,4 +314,4 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
 
 def _choose(value: str, known: tuple[str, ...], name: str, where: str) -> None:
     if value not in known:
-        raise UsageError(f"{name} = '{value}'", where=where, do=did_you_mean(value, known))
+        raise UsageError(f"{name} = '{value}'", where=where, hint=did_you_mean(value, known))

@@ -41,7 +41,7 @@ class CollectiveCall:
 
 
 class Group:
-    """What the members of one net share."""
+    """What the members of one comm share."""
 
     def __init__(self, job: SimulatedJob, ranks: Sequence[int], name: str) -> None:
         self.job, self.ranks, self.name = job, list(ranks), name
@@ -79,7 +79,7 @@ class Group:
         return PeerLost(
             f"rank {self.lost[0]} ({self.lost[1]}) was lost",
             where=f"rank {self.ranks[rank]}, waiting for everybody, at {self.job.world.now:.6g} s",
-            do="choose a strategy that survives a death (adpsgd), or resume from the last checkpoint",
+            hint="choose a strategy that survives a death (adpsgd), or resume from the last checkpoint",
         )
 
 
@@ -184,14 +184,14 @@ class SimulatedCommunicator:
         group: Group = job.group(name, lambda: Group(job, ranks, name))
         self.group = group
         self.store = job.store
-        self.roll = StoreMembership(job.store)
+        self.membership = StoreMembership(job.store)
         self._number = 0
         self._mixes = 0
         self._bytes = 0.0
         self._me = self.ranks[rank]
 
-    def living(self) -> list[int]:
-        dead = self.roll.dead()
+    def live_ranks(self) -> list[int]:
+        dead = self.membership.failed_ranks()
         return [m for m in range(self.size) if self.ranks[m] not in dead]
 
     def _bring(
@@ -227,7 +227,7 @@ class SimulatedCommunicator:
 
     # -- rendezvous ------------------------------------------------------------------------------------------------
 
-    def start_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> Work:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> Work:
         size = self.job.bytes_of(x)
         self._bytes += 2 * size * (self.size - 1) / self.size
         return self._bring(
@@ -238,7 +238,7 @@ class SimulatedCommunicator:
             lambda result: result.clone(),
         )
 
-    def reduce_in_place(self, x: Tensor) -> Work:
+    def all_reduce_(self, x: Tensor) -> Work:
         return self._reduce(x, 2.0)
 
     def _reduce(self, x: Tensor, rounds: float) -> Work:
@@ -271,7 +271,7 @@ class SimulatedCommunicator:
             end = network.all_reduce(route, size / buckets, first + share * (last - first), rounds)
         return end
 
-    def start_mix(self, x: Tensor, row: dict[int, float]) -> Work:
+    def neighbor_average(self, x: Tensor, row: dict[int, float]) -> Work:
         self._mixes += 1
         number, group, job = self._mixes, self.group, self.job
         size = job.bytes_of(x)
@@ -288,7 +288,7 @@ class SimulatedCommunicator:
                     job.world.wake(task, job.world.now)
         return _SimulatedNeighborWork(group, mix, number, self.rank, row)
 
-    def cast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         network, world = self.job.network, self.job.world
         size = self.job.bytes_of(x)
         if self.rank == 0:
@@ -303,7 +303,7 @@ class SimulatedCommunicator:
         if self.rank != 0:
             x.copy_(result)
 
-    def huddle(self, like: Tensor) -> SimulatedNodeGroup:
+    def node_group(self, like: Tensor) -> SimulatedNodeGroup:
         return SimulatedNodeGroup(self)
 
     # -- published vectors ---------------------------------------------------------------------------------------------
@@ -314,18 +314,18 @@ class SimulatedCommunicator:
         self._bring("publish", None, lambda brought: None, lambda r: 0.0, lambda result: None).wait()
         return mine
 
-    def gossip(self, published: SharedWeights, matching: Matching, gradients_per_meeting: float) -> SimulatedGossipHandle:
+    def gossip(self, shared_weights: SharedWeights, matching: Matching, steps_per_exchange: float) -> SimulatedGossipHandle:
         group = self.group
         if group.ring is None:
             group.ring = SimulatedGossip(self.job, group.ranks, matching)
-        return group.ring.join(self.rank, group.board[self.rank], gradients_per_meeting)
+        return group.ring.join(self.rank, group.board[self.rank], steps_per_exchange)
 
     def _check_peer(self, peer: int) -> None:
         if self.ranks[peer] in self.job.dead:
             self.group.lost = self.group.lost or (self.ranks[peer], self.job.dead[self.ranks[peer]])
             raise self.group.missed(self.rank)
 
-    def add(self, peer: int, d: Tensor) -> int:
+    def remote_add(self, peer: int, d: Tensor) -> int:
         job, size = self.job, self.job.bytes_of(d)
         self._bytes += size
         theirs, d = self.group.board[peer], d.clone()
@@ -336,7 +336,7 @@ class SimulatedCommunicator:
         job.sleep_until(self._me, "comm", job.network.transfer(self.ranks[peer], self._me, 0, job.world.now))
         return version - 1
 
-    def get(self, peer: int, out: Tensor) -> int:
+    def remote_get(self, peer: int, out: Tensor) -> int:
         job = self.job
         theirs = self.group.board[peer]
         job.sleep_until(self._me, "comm", job.network.transfer(self._me, self.ranks[peer], 0, job.world.now))
@@ -349,14 +349,14 @@ class SimulatedCommunicator:
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
-    def record(self, history: UpdateLog) -> None:
+    def record(self, update_log: UpdateLog) -> None:
         raise UsageError(
             "a run in virtual time is not recorded: it repeats itself to the bit",
             where="record",
-            do="leave record out, and run it again with the same seed",
+            hint="leave record out, and run it again with the same seed",
         )
 
-    def part(self, ranks: Sequence[int], name: str) -> SimulatedCommunicator | None:
+    def new_group(self, ranks: Sequence[int], name: str) -> SimulatedCommunicator | None:
         if self.rank not in ranks:
             return None
         return SimulatedCommunicator(
@@ -374,6 +374,6 @@ class SimulatedCommunicator:
 class SimulatedNodeGroup(CollectiveNodeGroup):
     """A machine's learners around their first: its weights are handed out, their gradients go to it alone."""
 
-    def __init__(self, net: SimulatedCommunicator) -> None:
-        super().__init__(net)
-        self.add_up = lambda x: net._reduce(x, 1.0)
+    def __init__(self, comm: SimulatedCommunicator) -> None:
+        super().__init__(comm)
+        self.reduce = lambda x: comm._reduce(x, 1.0)

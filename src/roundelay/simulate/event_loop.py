@@ -162,7 +162,7 @@ class EventLoop:
         return SimulationDeadlock(
             f"deadlock at {self.now:.6g} s of virtual time: {len(stuck)} wait, and nobody will come",
             where="; ".join(said[:8]) + more,
-            do="make every learner call the same rendezvous equally often, also when it has no batch",
+            hint="make every learner call the same rendezvous equally often, also when it has no batch",
         )
 
     def kill(self, task: SimulatedProcess) -> None:

@@ -1,7 +1,7 @@
-"""Meetings in virtual time, by the rules of comm/gossip/thread.py.
+"""Exchanges in virtual time, by the rules of comm/gossip/thread.py.
 
 Agents play their rounds in order, one exchange open at a time. One enters its next round when its learner has done as many
-gradients as it has had meetings, or when somebody already waits for it in that round or a later one. Between machines,
+gradients as it has had exchanges, or when somebody already waits for it in that round or a later one. Between machines,
 snapshots are taken when a side enters, travel when both have, and each side adds half their difference when both have
 arrived; inside a machine both vectors are averaged where they lie.
 """
@@ -29,7 +29,7 @@ class SimulatedSharedWeights:
     def __init__(self, job: SimulatedJob, rank: int, vector: Tensor) -> None:
         self._job, self._rank = job, rank
         self.vector = vector.detach().clone()
-        self.history = self.version = 0
+        self.update_log = self.version = 0
         self._size = job.bytes_of(vector)
         self._copies = job.network.copies
 
@@ -45,21 +45,21 @@ class SimulatedSharedWeights:
             self._job.sleep_until(self._rank, "copy", end)
 
     def count(self, writes: int = 0) -> tuple[int, int]:
-        self.history += 1
+        self.update_log += 1
         self.version += writes
-        return self.history, self.version
+        return self.update_log, self.version
 
 
 class SimulatedPeer:
     """One learner's agent: what it has entered, met and been asked for."""
 
     __slots__ = (
-        "asked", "bytes", "entered", "figures", "gradients", "met", "open", "opened_at", "owed_from", "per_meeting",
+        "asked", "bytes", "entered", "metrics", "gradients", "met", "open", "opened_at", "owed_from", "per_meeting",
         "published", "rank", "rested", "round", "snapshot", "taken",
     )  # fmt: skip
 
-    def __init__(self, rank: int, published: SimulatedSharedWeights, gradients_per_meeting: float) -> None:
-        self.rank, self.published, self.per_meeting = rank, published, gradients_per_meeting
+    def __init__(self, rank: int, shared_weights: SimulatedSharedWeights, steps_per_exchange: float) -> None:
+        self.rank, self.shared_weights, self.per_meeting = rank, shared_weights, steps_per_exchange
         self.round = 0
         self.entered = self.asked = -1
         self.open: int | None = None
@@ -68,8 +68,8 @@ class SimulatedPeer:
         self.snapshot: Tensor | None = None
         self.rested = False
         self.bytes = 0.0
-        self.figures = {"meetings": 0.0, "meeting_s": 0.0, "distance": 0.0, "skipped": 0.0}
-        self.taken = dict(self.figures)
+        self.metrics = {"exchanges": 0.0, "exchange_s": 0.0, "distance": 0.0, "skipped": 0.0}
+        self.taken = dict(self.metrics)
 
 
 class SimulatedGossip:
@@ -88,8 +88,8 @@ class SimulatedGossip:
         self._partners: dict[int, Sequence[int]] = {}
         job.when_dead(self._bury)
 
-    def join(self, rank: int, published: SimulatedSharedWeights, gradients_per_meeting: float) -> SimulatedGossipHandle:
-        agent = self.agents[rank] = SimulatedPeer(rank, published, gradients_per_meeting)
+    def join(self, rank: int, shared_weights: SimulatedSharedWeights, steps_per_exchange: float) -> SimulatedGossipHandle:
+        agent = self.agents[rank] = SimulatedPeer(rank, shared_weights, steps_per_exchange)
         self.advance(agent)
         return SimulatedGossipHandle(self, agent)
 
@@ -126,7 +126,7 @@ class SimulatedGossip:
                 return None
             partner = self.partners(agent.round)[rank]
             if partner == rank or partner in self.dead:
-                agent.figures["skipped"] += partner != rank
+                agent.metrics["skipped"] += partner != rank
                 agent.round += 1
                 continue
             if self.last is None and not self._may_enter(agent):
@@ -151,20 +151,20 @@ class SimulatedGossip:
         network = job.network
         in_place = network.machine[here] == network.machine[there]
         if not in_place:
-            agent.published.count()
-            agent.snapshot = agent.published.vector.clone()
+            agent.shared_weights.count()
+            agent.snapshot = agent.shared_weights.vector.clone()
         other = self.agents.get(partner)
         if other is None or other.open != agent.rank or other.round != round:
             if other is not None:
                 other.asked = max(other.asked, round)
             return other
-        size = job.bytes_of(agent.published.vector)
+        size = job.bytes_of(agent.shared_weights.vector)
         if in_place:
             end = network.meeting_in_place(here, size, now)
-            steals = job.cluster.memory.steals
-            if steals:
+            contention = job.cluster.memory.contention
+            if contention:
                 for rank in (here, there):
-                    job.stolen[rank] += steals * (end - now)
+                    job.stolen[rank] += contention * (end - now)
         else:
             end = max(network.transfer(here, there, size, now), network.transfer(there, here, size, now))
             agent.bytes += size
@@ -178,7 +178,7 @@ class SimulatedGossip:
     def _complete(self, a: SimulatedPeer, b: SimulatedPeer, round: int, in_place: bool) -> None:
         if a.open != b.rank or b.open != a.rank or a.round != round or b.round != round:
             return  # one of them has died meanwhile
-        mine, theirs = a.published, b.published
+        mine, theirs = a.shared_weights, b.shared_weights
         if in_place:
             self._note_distance(a, mine.vector, theirs.vector)
             kernels.pair_average(mine.vector, theirs.vector)
@@ -190,9 +190,9 @@ class SimulatedGossip:
             kernels.add_half_difference(mine.vector, b.snapshot, a.snapshot)
             kernels.add_half_difference(theirs.vector, a.snapshot, b.snapshot)
         for agent in (a, b):
-            agent.published.count(writes=1)
-            agent.figures["meetings"] += 1
-            agent.figures["meeting_s"] += self.job.world.now - agent.opened_at
+            agent.shared_weights.count(writes=1)
+            agent.metrics["exchanges"] += 1
+            agent.metrics["exchange_s"] += self.job.world.now - agent.opened_at
             agent.met += 1
             agent.open = None
             agent.round += 1
@@ -200,11 +200,11 @@ class SimulatedGossip:
         self.advance(b)
 
     def _note_distance(self, agent: SimulatedPeer, a: Tensor, b: Tensor) -> None:
-        """|a - b| / |a|, from a sample: what the meeting finds apart. Not for timing alone."""
+        """|a - b| / |a|, from a sample: what the exchange finds apart. Not for timing alone."""
         if a.numel() > 1:
             stride = max(1, a.numel() // SAMPLE)
             x, y = a[::stride], b[::stride]
-            agent.figures["distance"] += float((x - y).norm() / (x.norm() + 1e-12))
+            agent.metrics["distance"] += float((x - y).norm() / (x.norm() + 1e-12))
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class SimulatedGossip:
         self.dead.add(member)
         for agent in list(self.agents.values()):
             if agent.open == member:
-                agent.figures["skipped"] += 1
+                agent.metrics["skipped"] += 1
                 agent.open = None
                 agent.round += 1
         self._look()
@@ -266,20 +266,20 @@ class SimulatedGossip:
 
 
 class SimulatedGossipHandle:
-    """The background meetings of one learner."""
+    """The background exchanges of one learner."""
 
     def __init__(self, ring: SimulatedGossip, agent: SimulatedPeer) -> None:
         self._ring, self._agent = ring, agent
         self.rounds = 0
 
-    def credit(self) -> None:
+    def notify_step(self) -> None:
         self._agent.gradients += 1
         if self._agent.open is None:
             self._ring.advance(self._agent)
 
-    def drain(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         agent = self._agent
-        now = dict(agent.figures)
+        now = dict(agent.metrics)
         taken, agent.taken = agent.taken, now
         return {name: now[name] - taken[name] for name in now}
 

@@ -30,7 +30,7 @@ class SimulatedJob:
         self.backward: list[tuple[float, float] | None] = [None] * self.size
         """Of every learner under way with a gradient: when its backward pass begins and ends."""
         self.stolen = [0.0] * self.size
-        """Seconds that meetings have taken from a learner's cores and its next gradient makes up for."""
+        """Seconds that exchanges have taken from a learner's cores and its next gradient makes up for."""
         self.spans: list[tuple[int, str, float, float]] = []
         """(rank, what, from, to) of the beginning of the run, for drawing."""
         self.spans_wanted = 0

@@ -28,7 +28,7 @@ def need(parameters: int, traits: Traits, *, state_vectors: int = 1, learners: i
     device = vector * (2 + state_vectors)
     if learners < 2:
         return Need(device, 0.0)
-    if traits.published:
+    if traits.shares_weights:
         return Need(device, 3 * vector)  # w, the snapshot that leaves, the one that arrives
     return Need(device + 2 * vector, 0.0)  # what is brought to a rendezvous, and its result
 
@@ -40,7 +40,7 @@ def check_fit(cluster: Cluster, needed: Need, parameters: int) -> None:
         raise UsageError(
             f"a model of {parameters:,} parameters needs {what}, and there are {has:.3g} GB",
             where=f"cluster '{cluster.name}'",
-            do=do,
+            hint=do,
         )
 
     if needed.device > cluster.learner.memory_gb * GB:

@@ -49,7 +49,7 @@ class NetworkModel:
         self._memory = [Segment() for _ in number]
         self._memory_s = 1 / (cluster.memory.gb_per_s * 1e9)
         self._device_s = 1 / (cluster.memory.device_gb_per_s * 1e9)
-        self._meeting_s = 1 / (cluster.memory.meeting_gb_per_s * 1e9)
+        self._meeting_s = 1 / (cluster.memory.exchange_gb_per_s * 1e9)
         self.copies = self._device_s > 0.0
         """Whether the way between devices and host memory takes time."""
         self.bytes_between = 0.0

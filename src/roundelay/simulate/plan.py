@@ -1,6 +1,6 @@
 """Before machines are rented: what every strategy would take and need on a cluster, and which one to choose, with the reason.
 
-Times come from simulating some steps and scaling; figures of mixing from the matrices that run (topology.py); stable rates from
+Times come from simulating some steps and scaling; metrics of mixing from the matrices that run (topology.py); stable rates from
 the mathematical model on a quadratic (theory.py). Nothing here knows how well a model learns: that is said where it counts.
 """
 
@@ -75,7 +75,7 @@ def choices(cluster: Cluster) -> list[Choice]:
     return found if cluster.learners > 1 else found[:1]
 
 
-# -- figures of one strategy ------------------------------------------------------------------------------------------------
+# -- metrics of one strategy ------------------------------------------------------------------------------------------------
 
 
 def timed(cluster: Cluster, job: PlannedJob, choice: Choice, batch: int | None = None) -> SimulationResult:
@@ -130,7 +130,7 @@ def _stable_gossip(name: str, size: int) -> float:
 def row(cluster: Cluster, job: PlannedJob, choice: Choice) -> dict[str, Any]:
     """One strategy's line; where the model does not fit, why."""
     size = 1 if choice.strategy == "single" else cluster.learners
-    here = cluster.cut(size)
+    here = cluster.first(size)
     workers = len(set(here.machine_names())) if choice.strategy.startswith("hierarchical") else size
     options = EngineConfig(strategy=choice.strategy, strategy_options=choice.settings, topology=choice.topology)
     needed = need(
@@ -152,7 +152,7 @@ def row(cluster: Cluster, job: PlannedJob, choice: Choice) -> dict[str, Any]:
     try:
         check_fit(here, needed, job.parameters)
     except UsageError as error:
-        return {**found, "fits": False, "why": error.what}
+        return {**found, "fits": False, "why": error.message}
     outcome = timed(cluster, job, choice)
     return {
         **found,
@@ -178,7 +178,7 @@ def plan(cluster: Cluster, job: PlannedJob, done: Callable[[str], None] = lambda
         raise UsageError(
             rows[0]["why"],
             where=f"cluster '{cluster.name}', every strategy",
-            do="choose a smaller model, an optimizer with less state, or a cluster with more memory",
+            hint="choose a smaller model, an optimizer with less state, or a cluster with more memory",
         )
     best, reason = choose(rows)
     found: dict[str, Any] = {
@@ -224,7 +224,7 @@ def refine(said: dict[str, Any], cluster: Cluster, job: PlannedJob, choice: Choi
     """Learners, batch per learner and K, each by simulating its alternatives."""
     reasons: list[str] = said["reason"]
     sizes = learner_counts(cluster) if choice.strategy != "single" else [1]
-    hours = {size: timed(cluster.cut(size), job, as_possible(choice, cluster.cut(size))).hours for size in sizes}
+    hours = {size: timed(cluster.first(size), job, as_possible(choice, cluster.first(size))).hours for size in sizes}
     learners = sizes[0]
     for size in sizes[1:]:
         if hours[learners] / hours[size] < WORTH_DOUBLING ** math.log2(size / learners):
@@ -234,7 +234,7 @@ def refine(said: dict[str, Any], cluster: Cluster, job: PlannedJob, choice: Choi
             )
             break
         learners = size
-    here = cluster.cut(learners)
+    here = cluster.first(learners)
     final = as_possible(choice, here)
     batch, tried = job.batch, timed(here, job, final)
     while tried.efficiency < GOOD_ENOUGH and batch < 8 * job.batch and learners > 1:

@@ -57,8 +57,8 @@ class SimulationResult:
     """Of the final weights, or of the order of events where nothing was learned."""
     per_learner: list[dict[str, Any]] = field(default_factory=list)
     """By rank: steps, samples, seconds by kind; empty for the dead."""
-    meetings: int = 0
-    figures: dict[str, float] | None = None
+    exchanges: int = 0
+    metrics: dict[str, float] | None = None
     lost: dict[int, str] = field(default_factory=dict)
     spans: list[tuple[int, str, float, float]] = field(default_factory=list)
     events: int = 0
@@ -71,7 +71,7 @@ class SimulationResult:
         return sum(k * n for k, n in self.staleness.items()) / max(sum(self.staleness.values()), 1)
 
     def summary(self) -> dict[str, Any]:
-        """The figures a program wants, the last line of `roundelay simulate --json`."""
+        """The metrics a program wants, the last line of `roundelay simulate --json`."""
         return {
             "hours": self.hours,
             "samples_per_s": round(self.samples_per_s, 3),
@@ -83,9 +83,9 @@ class SimulationResult:
             "learners": self.learners,
             "steps": self.steps,
             "samples": self.samples,
-            "meetings": self.meetings,
+            "exchanges": self.exchanges,
             "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
-            **({"figures": self.figures} if self.figures else {}),
+            **({"metrics": self.metrics} if self.metrics else {}),
             **({"lost": {str(r): why for r, why in self.lost.items()}} if self.lost else {}),
         }
 
@@ -102,7 +102,7 @@ def simulate_timing(
     epochs: float | None = None,
     samples: int | None = None,
     momentum: float = 0.9,
-    gradients_per_meeting: float = 1.0,
+    steps_per_exchange: float = 1.0,
     seed: int = 0,
     log_every_s: float | None = None,
     run: Path | None = None,
@@ -113,13 +113,13 @@ def simulate_timing(
     size = cluster.learners
     for name, value in (("parameters", parameters), ("batch", batch), ("steps", steps)):
         if value < 1:
-            raise UsageError(f"{name}={value}", where=name, do="give at least 1")
+            raise UsageError(f"{name}={value}", where=name, hint="give at least 1")
     options = EngineConfig(
         strategy=strategy,
         strategy_options=strategy_options or {},
         topology=topology,
         seed=seed,
-        gradients_per_meeting=gradients_per_meeting,
+        steps_per_exchange=steps_per_exchange,
         log_every_s=(log_every_s or _seldom(cluster, batch, steps)) if run is not None else NEVER_S,
         timeout_s=NEVER_S,
         device="cpu",
@@ -127,7 +127,7 @@ def simulate_timing(
     traits = build_strategy(options).traits
     check_fit(cluster, need(parameters, traits, learners=size), parameters)
     task = TimingOnlyTask(steps * batch * size)
-    if traits.state_rule != "average":
+    if traits.optimizer_state != "average":
         momentum = 0.0  # nobody sends it, and its arithmetic is part of the modelled step
     plan = RunConfig(epochs=1.0, batch=batch, lr=0.1, momentum=momentum, evaluate=False, progress="none", save_every_epochs=2.0)
     outcome = _run(cluster, task, options, plan, 4.0 * parameters, run, spans)
@@ -144,7 +144,7 @@ def simulate_task(
 
 
 def _seldom(cluster: Cluster, batch: int, steps: int) -> float:
-    """How often to write figures so that they stay few."""
+    """How often to write metrics so that they stay few."""
     learner = cluster.learner
     expected = steps * max(learner.seconds_per_step + batch * learner.seconds_per_sample, 1e-6)
     return expected / max(5.0, min(RECORDS, MOST_RECORDS / cluster.learners))
@@ -170,8 +170,8 @@ def _run(
         spans=SPANS_PER_LEARNER * min(cluster.learners, DRAWN) if spans else 0,
     )
 
-    def work(place: DistributedContext) -> dict[str, Any]:
-        made = Trainer(task, place, options, plan)
+    def work(context: DistributedContext) -> dict[str, Any]:
+        made = Trainer(task, context, options, plan)
         result = made.go()
         return {**result, "w": made.learner.flat.phi.numpy().copy()}
 
@@ -183,7 +183,7 @@ def _outcome(virtual: SimulatedCluster, strategy: str, results: list[dict[str, A
     living = [r for r in results if r is not None]
     if not living:
         raise UsageError(
-            "nobody has survived", where=f"cluster '{virtual.cluster.name}'", do="let fewer learners fail, or later"
+            "nobody has survived", where=f"cluster '{virtual.cluster.name}'", hint="let fewer learners fail, or later"
         )
     first = living[0]
     staleness: Counter[int] = Counter()
@@ -206,8 +206,8 @@ def _outcome(virtual: SimulatedCluster, strategy: str, results: list[dict[str, A
         bytes_per_step=sum(r.get("bytes", 0) for r in living) / max(steps, 1),
         digest=virtual.digest if timing else hashlib.sha256(first["w"].tobytes()).hexdigest()[:16],
         per_learner=[r or {} for r in results],
-        meetings=sum(int(r.get("meetings", 0)) for r in living),
-        figures=first.get("figures"),
+        exchanges=sum(int(r.get("exchanges", 0)) for r in living),
+        metrics=first.get("metrics"),
         lost=dict(virtual.job.dead),
         spans=virtual.job.spans,
         events=virtual.job.world.events,

@@ -30,7 +30,7 @@ class ComputePace:
 
     def __init__(self, cluster: Cluster, machine: int, speed: float, seed: int, rank: int) -> None:
         self._per_sample, self._per_step = cluster.learner.seconds_per_sample / speed, cluster.learner.seconds_per_step / speed
-        self._scatter = cluster.learner.scatter
+        self._scatter = cluster.learner.jitter
         self._dice = np.random.default_rng([seed, PACE, rank])
         self._drawn: list[float] = []
         self._slow = [s for s in cluster.slow if s.learner == rank or s.machine == machine]
@@ -81,9 +81,9 @@ class SimulatedEventLog(EventLog):
     def now(self) -> float:
         return self._clock()
 
-    def write(self, event: str, **figures: Any) -> None:
+    def write(self, event: str, **metrics: Any) -> None:
         if self._sink is not None:
-            self._sink.write(json.dumps({"event": event, "time": round(self.now(), 6), "rank": self.rank, **figures}))
+            self._sink.write(json.dumps({"event": event, "time": round(self.now(), 6), "rank": self.rank, **metrics}))
 
     def close(self) -> None:
         """The sink outlives the learner."""
@@ -116,19 +116,19 @@ class SimulatedRuntime:
 
     # -- dice ----------------------------------------------------------------------------------------------------------
 
-    def begin_with(self, number: int) -> None:
+    def seed_init(self, number: int) -> None:
         torch.default_generator.manual_seed(number)  # torch.manual_seed takes milliseconds, for devices there are none of here
 
-    def seed(self, number: int) -> None:
+    def seed_rank(self, number: int) -> None:
         self._dice = torch.Generator().manual_seed(number).get_state()
 
-    def dice(self) -> Tensor:
+    def rng_state(self) -> Tensor:
         return torch.get_rng_state() if self._dice is None else self._dice.clone()
 
-    def set_dice(self, state: Tensor) -> None:
+    def set_rng_state(self, state: Tensor) -> None:
         self._dice = state.clone()
 
-    def rolling(self) -> AbstractContextManager[object]:
+    def rng_scope(self) -> AbstractContextManager[object]:
         return nullcontext() if self._job.model_bytes or self._dice is None else self._own_dice()
 
     @contextmanager
@@ -154,14 +154,14 @@ class SimulatedRuntime:
         if job.model_bytes:
             loss = gradient()
         else:
-            with self.rolling():
+            with self.rng_scope():
                 loss = gradient()
         if not job.model_bytes:  # for timing alone the gradient leaves after this call, as if it had left during it
             job.backward[self._rank] = None
         job.sleep_until(self._rank, "compute", end)
         return loss
 
-    def ahead(
+    def prefetch(
         self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int
     ) -> Prefetcher[C]:
         if self._job.model_bytes and not self._loading_s:
@@ -178,7 +178,7 @@ class SimulatedRuntime:
         self.feeds.append(feed)
         return feed
 
-    def watch(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
+    def start_periodic(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
         self._job.watchers[self._rank] = hear
         return lambda: self._job.watchers.pop(self._rank, None) and None
 
@@ -188,7 +188,7 @@ class SimulatedRuntime:
             sink = self._sinks[path] = EventSink(path)
         return SimulatedEventLog(sink, rank, self.clock)
 
-    def speaks(self, rank: int) -> bool:
+    def owns_terminal(self, rank: int) -> bool:
         return rank == 0
 
 

@@ -1,4 +1,4 @@
-"""Running a job in virtual time: the same `job(place, ...)` that processes and threads run."""
+"""Running a job in virtual time: the same `job(context, ...)` that processes and threads run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roundelay.simulate.runtime import EventSink, SimulatedRuntime
 
 PLAIN = Cluster(
     name="plain",
-    learner=ComputeModel(seconds_per_sample=1e-3, scatter=SpeedModel("jitter", 0.1)),
+    learner=ComputeModel(seconds_per_sample=1e-3, jitter=SpeedModel("gaussian", 0.1)),
     link=LinkModels(inside=LinkModel(100.0, 10.0, shared=False), between=LinkModel(10.0, 50.0)),
 )
 """What tests run on: learners that are now a little faster, now a little slower."""
@@ -67,7 +67,7 @@ class SimulatedCluster:
         return self.job.world.digest
 
     def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls work(place, *args) on every learner; returns the results by rank, None for the dead."""
+        """Calls work(context, *args) on every learner; returns the results by rank, None for the dead."""
         kernels.compile_for(torch.float32)
         dice = torch.get_rng_state()
         world = self.job.world
@@ -89,10 +89,10 @@ class SimulatedCluster:
 
     def _live(self, rank: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
-            net = SimulatedCommunicator(self.job, range(self.size), rank, "all")
+            comm = SimulatedCommunicator(self.job, range(self.size), rank, "all")
             names = self.machines
-            place = DistributedContext(net, rank, self.size, names, names, torch.device("cpu"), host=self.hosts[rank])
-            self.results[rank] = work(place, *args)
+            context = DistributedContext(comm, rank, self.size, names, names, torch.device("cpu"), host=self.hosts[rank])
+            self.results[rank] = work(context, *args)
         except greenlet.GreenletExit:
             raise
         except BaseException as error:

@@ -41,7 +41,7 @@ def ranks_of(run: Path) -> dict[int, RankSummary]:
     """The summaries in a run's events."""
     path = run / "events.jsonl"
     if not path.is_file():
-        raise DataError("this run has no events", where=str(path), do="give the directory of a run that came to its end")
+        raise DataError("this run has no events", where=str(path), hint="give the directory of a run that came to its end")
     found = {}
     for event in read_events(path):
         if event.get("event") == "summary" and event.get("samples"):
@@ -53,7 +53,7 @@ def ranks_of(run: Path) -> dict[int, RankSummary]:
         raise DataError(
             f"the events hold the summaries of {len(found)} ranks",
             where=str(path),
-            do="give a run of several learners that came to its end",
+            hint="give a run of several learners that came to its end",
         )
     return found
 
@@ -61,7 +61,7 @@ def ranks_of(run: Path) -> dict[int, RankSummary]:
 def straggler_cost(run: Path, rank: int, options: EngineConfig, batch: int, parameters: int) -> dict[str, Any]:
     ran = ranks_of(run)
     if rank not in ran:
-        raise UsageError(f"there is no rank {rank} in this run", where="rank", do=f"ranks are 0 to {len(ran) - 1}")
+        raise UsageError(f"there is no rank {rank} in this run", where="rank", hint=f"ranks are 0 to {len(ran) - 1}")
     paces = [ran[r].pace for r in range(len(ran))]
     usual = statistics.median(pace for r, pace in enumerate(paces) if r != rank)
     rendezvous = min(r.comm_s / max(r.steps, 1) for r in ran.values())

@@ -55,7 +55,7 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         for name, least in (("beam", 0.0), ("acoustic_scale", 0.0), ("max_active", 1)):
             if not getattr(self, name) > least or not math.isfinite(getattr(self, name)):
-                raise UsageError(f"{name} = {getattr(self, name)}", where=name, do=f"give a number above {least:g}")
+                raise UsageError(f"{name} = {getattr(self, name)}", where=name, hint=f"give a number above {least:g}")
 
 
 @dataclass(frozen=True)
@@ -140,19 +140,19 @@ class Decoder:
         where = f"utterance {name}" if name else "scores"
         if loglikes.ndim != 2 or not len(loglikes):
             raise DataError(
-                f"a score matrix of shape {list(loglikes.shape)}", where=where, do="leave out utterances without frames"
+                f"a score matrix of shape {list(loglikes.shape)}", where=where, hint="leave out utterances without frames"
             )
         columns = loglikes.shape[1]
         if columns != self.num_pdfs if self._exact_pdfs else columns < self.num_pdfs:
             raise DataError(
                 f"scores of {columns} pdfs for a graph of {self.num_pdfs}",
                 where=f"{where}; graph {self.graph.fst}",
-                do="score with the model the graph was built for",
+                hint="score with the model the graph was built for",
             )
         highest = loglikes.max()
         if math.isnan(highest) or highest == math.inf:
             what = "not a number" if math.isnan(highest) else "infinite"
-            raise DataError(f"a score is {what}", where=where, do="check the model, and that no prior is zero")
+            raise DataError(f"a score is {what}", where=where, hint="check the model, and that no prior is zero")
 
 
 def _read_words(path: Path) -> dict[int, str]:
@@ -167,7 +167,7 @@ def _read_words(path: Path) -> dict[int, str]:
             continue
         if len(fields) != 2 or not fields[1].isdigit():
             raise DataError(
-                "a line must hold a word and its number", where=f"{path}, line {number}", do="give the graph's words.txt"
+                "a line must hold a word and its number", where=f"{path}, line {number}", hint="give the graph's words.txt"
             )
         found[int(fields[1])] = fields[0]
     return found
@@ -186,7 +186,7 @@ def _load(graph: Graph, names: Mapping[int, str]) -> tuple[Any, int, bool]:
             raise DataError(
                 f"the graph has transition-id {highest}, the model only {len(graph.transitions) - 1}",
                 where=where,
-                do="give the final.mdl the graph was made with",
+                hint="give the final.mdl the graph was made with",
             )
         labels = np.concatenate([[0], np.asarray(graph.transitions, np.int64)[1:] + 1])
         found.arcs["reads"] = reads = labels[reads]
@@ -195,12 +195,12 @@ def _load(graph: Graph, names: Mapping[int, str]) -> tuple[Any, int, bool]:
         raise DataError(
             f"the graph reads {needed} pdfs, the model has {graph.num_pdfs}",
             where=where,
-            do="if its labels are transition-ids, give the text form of final.mdl",
+            hint="if its labels are transition-ids, give the text form of final.mdl",
         )
     unnamed = np.setdiff1d(found.arcs["writes"], [0, *names])
     if len(unnamed) or reads.min(initial=0) < 0:
         raise DataError(
-            f"{len(unnamed)} labels of the graph are not in the table of words", where=where, do="give the graph's words.txt"
+            f"{len(unnamed)} labels of the graph are not in the table of words", where=where, hint="give the graph's words.txt"
         )
     with tempfile.TemporaryDirectory() as folder:
         write_arrays(Path(folder) / "graph.fst", found)
@@ -256,7 +256,7 @@ def choose_scale(
     """Decodes every utterance with every scale (scores are computed once) and takes the best; of equals, the middle one."""
     options, scales = options or DecodeOptions(), sorted(set(grid))
     if not scales:
-        raise UsageError("no acoustic scale to choose from", where="grid", do="give at least one")
+        raise UsageError("no acoustic scale to choose from", where="grid", hint="give at least one")
     for scale in scales:
         replace(options, acoustic_scale=scale)
     decoded = {scale: Decoded() for scale in scales}
@@ -339,7 +339,7 @@ def _all_listed(listed: Path, ids: list[str]) -> None:
         raise DataError(
             f"there are no scores of utterance '{missing[0]}' ({len(missing)} in all)",
             where=str(listed),
-            do="score them, or leave them out",
+            hint="score them, or leave them out",
         )
 
 
@@ -362,7 +362,7 @@ def _spread(arguments: _Arguments, here: Callable[[str], np.ndarray | None], ids
                 yield _checked(waiting.popleft().result())
         except BrokenProcessPool:
             raise RoundelayError(
-                "a decoding process died", do="decode with jobs=1 to see why; memory is the usual reason"
+                "a decoding process died", hint="decode with jobs=1 to see why; memory is the usual reason"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -371,7 +371,7 @@ def _spread(arguments: _Arguments, here: Callable[[str], np.ndarray | None], ids
 def _checked(answer: _Answer) -> _Answer:
     if answer.error:
         what, where, do = answer.error
-        raise DataError(what, where=where, do=do)
+        raise DataError(what, where=where, hint=do)
     return answer
 
 
@@ -392,4 +392,4 @@ def _decode_one(name: str, scores: np.ndarray | None) -> _Answer:
         _work = _work or _DecodeWork(*_arguments)
         return _work(name, scores)
     except DataError as error:
-        return _Answer(name, [], 0, 0.0, (error.what, error.where, error.do))
+        return _Answer(name, [], 0, 0.0, (error.message, error.where, error.hint))

@@ -26,5 +26,5 @@ def require(needed: float, what: str, where: str) -> None:
         raise DataError(
             f"{what} would take {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free",
             where=where,
-            do="cut it into segments, or use a machine with more memory",
+            hint="cut it into segments, or use a machine with more memory",
         )

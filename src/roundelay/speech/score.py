@@ -207,12 +207,12 @@ def score(
 
     Hypotheses without a reference are listed in `extra` and not counted."""
     if not refs:
-        raise DataError("nothing to score: there is no reference", do="give the transcripts of the set that was decoded")
+        raise DataError("nothing to score: there is no reference", hint="give the transcripts of the set that was decoded")
     if not any(refs.values()):
         raise DataError(
             "the references hold no word, so there is no word error rate",
             where=f"{len(refs)} empty transcripts",
-            do="check the text",
+            hint="check the text",
         )
     of = _speakers_of(refs, speakers)
     pairs: Counter[tuple[str, str]] = Counter()
@@ -283,7 +283,7 @@ def _speakers_of(refs: Mapping[str, Words], speakers: Mapping[str, str] | None) 
     if unknown:
         raise DataError(
             f"no speaker is known for utterance '{unknown[0]}' ({len(unknown)} in all)",
-            do="complete utt2spk, or score without speakers",
+            hint="complete utt2spk, or score without speakers",
         )
     return {utterance: speakers[utterance] for utterance in refs}
 
@@ -348,7 +348,7 @@ def read_trn(path: str | Path) -> Texts:
         name = rest[:-1].strip()
         if not opened or not rest.endswith(")") or not name or " " in name:
             raise DataError(
-                "a line of a trn file must end in (utterance id)", where=where, do="write: WORD WORD (speaker_utterance)"
+                "a line of a trn file must end in (utterance id)", where=where, hint="write: WORD WORD (speaker_utterance)"
             )
         _add(found, name, text.split(), where)
     return found
@@ -363,9 +363,9 @@ def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise DataError(f"the transcripts cannot be read: {error.strerror}", where=str(path), do="check the path") from None
+        raise DataError(f"the transcripts cannot be read: {error.strerror}", where=str(path), hint="check the path") from None
     except UnicodeDecodeError as error:
-        raise DataError("the transcripts are not UTF-8", where=f"{path}, byte {error.start}", do="convert the file") from None
+        raise DataError("the transcripts are not UTF-8", where=f"{path}, byte {error.start}", hint="convert the file") from None
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield number, line
@@ -373,7 +373,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
 
 def _add(found: Texts, name: str, words: Sequence[str], where: str) -> None:
     if name in found:
-        raise DataError(f"utterance '{name}' occurs twice", where=where, do="keep one transcript of each utterance")
+        raise DataError(f"utterance '{name}' occurs twice", where=where, hint="keep one transcript of each utterance")
     found[name] = tuple(words)
 
 

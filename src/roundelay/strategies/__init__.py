@@ -45,7 +45,7 @@ def build(name: str, options: dict[str, Any] | None = None) -> Strategy:
             raise UsageError(
                 f"strategy '{name}' has no setting '{key}'",
                 where=f"strategy_options.{key}",
-                do=did_you_mean(key, settings) if settings else "it has no settings: leave the key out",
+                hint=did_you_mean(key, settings) if settings else "it has no settings: leave the key out",
             )
     made: Strategy = cls(**options)
     return made
@@ -56,13 +56,13 @@ def find(name: str) -> type[Any]:
     if name in STRATEGIES:
         return STRATEGIES[name]
     if ":" not in name:
-        raise UsageError(f"there is no strategy '{name}'", where="strategy", do=did_you_mean(name, STRATEGIES))
+        raise UsageError(f"there is no strategy '{name}'", where="strategy", hint=did_you_mean(name, STRATEGIES))
     module, _, attribute = name.partition(":")
     try:
         found: type[Any] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"strategy '{name}' cannot be loaded: {error}", where="strategy", do="give importable.module:Class"
+            f"strategy '{name}' cannot be loaded: {error}", where="strategy", hint="give importable.module:Class"
         ) from error
     return found
 

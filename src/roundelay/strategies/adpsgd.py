@@ -3,12 +3,12 @@
     all the time, in the background:   w_i, w_j  <-  (w_i + w_j) / 2       for the partners of each round
     meanwhile:                         w_i       <-  w_i - D(g(phi))       phi = what w_i was when g began
 
-Gradients never start or await a meeting; agents do. Both sides average the same two snapshots and add the difference, so
+Gradients never start or await a exchange; agents do. Both sides average the same two snapshots and add the difference, so
 the mean over learners is conserved and an update that lands meanwhile is neither lost nor halved.
 
 Use it when learners are uneven or the network is slow. Set topology: `ring` as published; `random_ring` from 8 learners
-on, whose mixing does not weaken as learners are added; gradients_per_meeting above 1 only when meetings cost CPU that
-training needs. Weaknesses: not repeatable to the bit, since timing decides; a gradient is stale by the meetings and
+on, whose mixing does not weaken as learners are added; steps_per_exchange above 1 only when exchanges cost CPU that
+training needs. Weaknesses: not repeatable to the bit, since timing decides; a gradient is stale by the exchanges and
 moves that came while it was computed (measured, in the events).
 """
 
@@ -33,17 +33,17 @@ class ADPSGD:
     weakness: ClassVar[str] = "Not repeatable to the bit; gradients are slightly stale (measured)."
     saved: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(
-        claims="race",
+        sharding="dynamic",
         deterministic=False,
         conserves_mean=True,
         contracts=True,
         survives_death=True,
-        state_rule="keep",
-        published=True,
+        optimizer_state="keep",
+        shares_weights=True,
     )
 
     def start(self, me: Worker) -> None:
         me.gossip(self.topology)
 
     def step(self, me: Worker) -> None:
-        me.move(-me.delta(me.grad()))
+        me.add_(-me.delta(me.grad()))

@@ -29,13 +29,13 @@ class ASGD:
     weakness: ClassVar[str] = "Staleness of about L - 1, all traffic through one learner, smaller rates as L grows."
     saved: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(
-        claims="race",
+        sharding="dynamic",
         deterministic=False,
         conserves_mean=False,  # w <- W overwrites
         contracts=True,
         survives_death=False,
-        state_rule="keep",
-        published=True,
+        optimizer_state="keep",
+        shares_weights=True,
     )
 
     def start(self, me: Worker) -> None:
@@ -43,6 +43,6 @@ class ASGD:
 
     def step(self, me: Worker) -> None:
         d = me.delta(me.grad()) / me.size
-        me.add(SERVER, -d)
+        me.remote_add(SERVER, -d)
         if me.rank != SERVER:
-            me.place(me.get(SERVER))
+            me.assign_(me.remote_get(SERVER))

@@ -12,7 +12,7 @@ from roundelay.strategies.worker import Worker
 class Traits:
     """The promises of a strategy; each decides which laws of the battery apply to it."""
 
-    claims: Literal["turn", "race"]
+    sharding: Literal["static", "dynamic"]
     """turn: batches are dealt in rounds; race: whoever is free takes the next."""
     deterministic: bool
     """Two runs with `exact` give the same bits."""
@@ -22,11 +22,11 @@ class Traits:
     """With a zero gradient the spread between learners falls."""
     survives_death: bool
     """The others go on when a learner dies."""
-    state_rule: Literal["shared", "keep", "average", "forget"]
+    optimizer_state: Literal["shared", "keep", "average", "reset"]
     """What becomes of the local optimizer's state when weights are averaged."""
-    published: bool
+    shares_weights: bool
     """Neighbours reach into `w` in the background, so it must be a vector of its own."""
-    weighs: Literal["step", "mean"] = "step"
+    sample_weighting: Literal["gradient", "average"] = "gradient"
     """Where a learner's number of samples counts: in the length of its step, or in the weight of its average."""
 
 

@@ -38,7 +38,7 @@ class BMUF:
     eta: float | None = None
     zeta: float = 1.0
     nesterov: bool = True
-    claims: Literal["turn", "race"] = "turn"
+    sharding: Literal["static", "dynamic"] = "static"
 
     equation: ClassVar[str] = "G = mean_j w_j - W_g;  D <- eta D + zeta G;  W <- W + D;  W_g = W + eta D"
     reference: ClassVar[str] = "Chen & Huo 2016"
@@ -46,33 +46,33 @@ class BMUF:
     weakness: ClassVar[str] = "Stragglers as kstep; large eta overshoots when the gradient turns."
     saved: ClassVar[tuple[str, ...]] = ("W", "D", "blocks")
     _traits: ClassVar[Traits] = Traits(
-        claims="turn",
+        sharding="static",
         deterministic=True,
         conserves_mean=True,
         contracts=True,
         survives_death=False,
-        state_rule="forget",
-        published=False,
-        weighs="mean",
+        optimizer_state="reset",
+        shares_weights=False,
+        sample_weighting="average",
     )
 
     @property
     def traits(self) -> Traits:
-        return replace(self._traits, claims=self.claims, deterministic=self.claims == "turn")
+        return replace(self._traits, sharding=self.sharding, deterministic=self.sharding == "static")
 
     def start(self, me: Worker) -> None:
         self.W, self.D = me.w.clone(), torch.zeros_like(me.w)
-        self.blocks = AveragingBlocks(race=self.claims == "race")
+        self.blocks = AveragingBlocks(race=self.sharding == "dynamic")
 
     def step(self, me: Worker) -> None:
-        while self.blocks.over_before(me, self.K):
+        while self.blocks.ends_before_step(me, self.K):
             self.block(me)
-        me.move(-me.delta(me.grad()))
-        if self.blocks.over_after(self.K):
+        me.add_(-me.delta(me.grad()))
+        if self.blocks.ends_after_step(self.K):
             self.block(me)
 
     def finish(self, me: Worker) -> None:
-        while self.blocks.still_to_join(me, self.K):
+        while self.blocks.must_still_join(me, self.K):
             self.block(me)
 
     def block(self, me: Worker) -> None:
@@ -83,6 +83,6 @@ class BMUF:
         G = me.mean(me.w, weight=float(me.samples_since_mean)).sub_(self.W).sub_(self.D, alpha=ahead)  # mean_j w_j - W_g
         self.D.mul_(eta).add_(G, alpha=self.zeta)
         self.W.add_(self.D)
-        me.place(torch.add(self.W, self.D, alpha=ahead))  # w <- W_g
-        me.forget()
+        me.assign_(torch.add(self.W, self.D, alpha=ahead))  # w <- W_g
+        me.reset_state()
         self.blocks.since, me.samples_since_mean = 0, 0

@@ -34,19 +34,19 @@ class DelayByOne:
     weakness: ClassVar[str] = "A slow learner slows everybody; half the stable rate of sync on a quadratic."
     saved: ClassVar[tuple[str, ...]] = ("g_before",)
     _traits: ClassVar[Traits] = Traits(
-        claims="turn",
+        sharding="static",
         deterministic=True,
         conserves_mean=True,
         contracts=True,
         survives_death=False,
-        state_rule="keep",
-        published=False,
+        optimizer_state="keep",
+        shares_weights=False,
     )
 
     @property
     def traits(self) -> Traits:
         # (3) applies the same gradient everywhere: learners that begin equal stay equal, others stay apart
-        return self._traits if self.form == "weights" else replace(self._traits, contracts=False, state_rule="shared")
+        return self._traits if self.form == "weights" else replace(self._traits, contracts=False, optimizer_state="shared")
 
     def start(self, me: Worker) -> None:
         self.g_before = torch.empty(0)
@@ -57,12 +57,12 @@ class DelayByOne:
             return
         mean = me.start_mean(me.w)
         d = me.delta(me.grad())
-        me.place(me.wait(mean) - d)
+        me.assign_(me.wait(mean) - d)
 
     def step_with_last_gradient(self, me: Worker) -> None:
         mean = me.start_mean(self.g_before) if self.g_before.numel() else None
         g = me.grad()
         g_now = g.share * g.tensor().clone()
         if mean is not None:
-            me.move(-me.delta(me.wait(mean)))
+            me.add_(-me.delta(me.wait(mean)))
         self.g_before = g_now

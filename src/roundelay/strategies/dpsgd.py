@@ -31,19 +31,19 @@ class DPSGD:
     weakness: ClassVar[str] = "A slow learner slows its ring; the gap shrinks like 1/L^2; smaller stable rate."
     saved: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(
-        claims="turn",
+        sharding="static",
         deterministic=True,
         conserves_mean=True,
         contracts=True,
         survives_death=False,
-        state_rule="keep",
-        published=False,
+        optimizer_state="keep",
+        shares_weights=False,
     )
 
     def start(self, me: Worker) -> None:
         """Nothing to prepare."""
 
     def step(self, me: Worker) -> None:
-        mixed = me.start_mix(me.w, self.topology)
+        mixed = me.start_neighbor_average(me.w, self.topology)
         d = me.delta(me.grad())
-        me.place(me.wait(mixed) - d)
+        me.assign_(me.wait(mixed) - d)

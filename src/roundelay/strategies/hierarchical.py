@@ -6,7 +6,7 @@
 A machine is one big worker: it has one w and one optimizer state, held by its first rank, and only first ranks talk to other
 machines. `hierarchical(adpsgd)` is H-ADPSGD.
 
-Use it with several learners per machine: one model per machine and meeting crosses the network instead of one per learner, and
+Use it with several learners per machine: one model per machine and exchange crosses the network instead of one per learner, and
 the ring is shorter, which mixes better. Set machines=N to split one machine for a test; otherwise the launcher's machines
 count. Weaknesses: a slow learner slows its machine; the machine's batch is the sum of its members'.
 """
@@ -40,11 +40,11 @@ class Hierarchical:
         return ()
 
     def start(self, me: Worker) -> None:
-        if me.leads:
+        if me.is_node_leader:
             self.outer.start(me)
 
     def step(self, me: Worker) -> None:
-        if me.leads:
+        if me.is_node_leader:
             self.outer.step(me)
         else:
-            me.follow()
+            me.run_follower_step()

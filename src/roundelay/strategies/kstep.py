@@ -20,7 +20,7 @@ gradients settle q falls like K a s^2, so K grows: rarely late. If q > 2 C altho
 apart faster than averaging can mend: the local rate is multiplied by sqrt(C / q) until q is back.
 
 Use it on slow networks with equally fast learners: traffic falls K-fold. Set K = 4 to 16; turn it down when the held-out loss
-lags `sync`, up when communication dominates. Weaknesses: a steady straggler still sets the pace (use claims="race" so
+lags `sync`, up when communication dominates. Weaknesses: a steady straggler still sets the pace (use sharding="dynamic" so
 that it takes fewer batches per average); large K lets replicas drift.
 """
 
@@ -50,8 +50,8 @@ class KStep:
     reject: float = 1.0
     best_first: int = 0
     combine: int = 0
-    state: Literal["average", "keep", "forget"] = "average"
-    claims: Literal["turn", "race"] = "turn"
+    state: Literal["average", "keep", "reset"] = "average"
+    sharding: Literal["static", "dynamic"] = "static"
 
     equation: ClassVar[str] = "w <- w - D(g(w));  every K steps: w <- mean_j w_j"
     reference: ClassVar[str] = "Zhou & Cong 2018; Cong et al. 2017"
@@ -61,50 +61,50 @@ class KStep:
         "K", "gain", "target", "averages", "loss_sum", "blocks", "done", "combined", "combined_count",
     )  # fmt: skip
     _traits: ClassVar[Traits] = Traits(
-        claims="turn",
+        sharding="static",
         deterministic=True,
         conserves_mean=True,
         contracts=True,
         survives_death=False,
-        state_rule="average",
-        published=False,
-        weighs="mean",
+        optimizer_state="average",
+        shares_weights=False,
+        sample_weighting="average",
     )
 
     def __post_init__(self) -> None:
-        if self.combine and self.claims == "race":
+        if self.combine and self.sharding == "dynamic":
             raise UsageError(
                 "learners that race do not end their last blocks together",
                 where="combine",
-                do="use claims='turn', or combine=0",
+                hint="use sharding='static', or combine=0",
             )
 
     @property
     def traits(self) -> Traits:
-        return replace(self._traits, claims=self.claims, deterministic=self.claims == "turn")
+        return replace(self._traits, sharding=self.sharding, deterministic=self.sharding == "static")
 
     def start(self, me: Worker) -> None:
         self.gain, self.target, self.averages, self.loss_sum = 1.0, 0.0, 0, 0.0
-        self.blocks = AveragingBlocks(race=self.claims == "race")
+        self.blocks = AveragingBlocks(race=self.sharding == "dynamic")
         self.done, self.combined_count = 0, 0
         self.combined = torch.zeros_like(me.w) if self.combine else torch.zeros(1)
 
     def step(self, me: Worker) -> None:
-        while self.blocks.over_before(me, self.K):
+        while self.blocks.ends_before_step(me, self.K):
             self.average(me)
         g = me.grad()
-        me.move(-self.gain * me.delta(g))
+        me.add_(-self.gain * me.delta(g))
         self.loss_sum += g.samples * me.loss if g.samples else 0.0
-        if self.blocks.over_after(self.K):
+        if self.blocks.ends_after_step(self.K):
             self.average(me)
 
     def finish(self, me: Worker) -> None:
-        while self.blocks.still_to_join(me, self.K):
+        while self.blocks.must_still_join(me, self.K):
             self.average(me)
         if self.combined_count and me.size > 1:
             if self.blocks.since:  # a last block that was shorter than K
                 self.combined, self.combined_count = self.combined + me.mean(me.w), self.combined_count + 1
-            me.place(self.combined / self.combined_count)
+            me.assign_(self.combined / self.combined_count)
 
     def average(self, me: Worker) -> None:
         if me.size == 1:
@@ -114,14 +114,14 @@ class KStep:
         w = me.mean(me.w, weight=n)
         if before is not None:
             self.adapt(me, spread2=float((before - w).square().sum(dtype=torch.float64)))
-        me.place(w)
+        me.assign_(w)
         self.done += 1
         if self.averages_left(me) < self.combine:
             self.combined, self.combined_count = self.combined + w, self.combined_count + 1
         elif self.combined_count:  # a finished run goes on: these were not the last ones
             self.combined, self.combined_count = torch.zeros_like(self.combined), 0
-        if self.state == "forget":
-            me.forget()
+        if self.state == "reset":
+            me.reset_state()
         elif self.state == "average" and (s := me.state).numel():
             me.load_state(me.mean(s, weight=n))
         self.blocks.since, self.loss_sum, me.samples_since_mean = 0, 0.0, 0
@@ -139,13 +139,13 @@ class KStep:
 
     def averages_left(self, me: Worker) -> float:
         """Averages that are still to come after this one; infinite where nobody knows when the run ends."""
-        if not me.share.total:
+        if not me.step_info.total:
             return inf
-        left = me.share.total - me.share.position - me.share.round_samples
-        return ceil(max(left, 0) / (self.K * max(me.share.round_samples, 1)))
+        left = me.step_info.total - me.step_info.position - me.step_info.global_samples
+        return ceil(max(left, 0) / (self.K * max(me.step_info.global_samples, 1)))
 
     def adapt(self, me: Worker, spread2: float) -> None:
-        rate = me.rate * self.gain
+        rate = me.lr * self.gain
         q = float(gathered(me, spread2).mean()) / max(rate, 1e-30)
         self.averages += 1
         if self.averages <= self.calibrate:

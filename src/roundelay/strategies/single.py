@@ -26,21 +26,21 @@ class Single:
     weakness: ClassVar[str] = "One learner's speed."
     saved: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(
-        claims="turn",
+        sharding="static",
         deterministic=True,
         conserves_mean=True,
         contracts=False,
         survives_death=False,
-        state_rule="keep",
-        published=False,
+        optimizer_state="keep",
+        shares_weights=False,
     )
 
     def start(self, me: Worker) -> None:
         if me.size > 1:
             raise UsageError(
                 f"strategy 'single' was given {me.size} learners",
-                do="set learners=1, or choose a strategy that lets learners work together (roundelay list strategies)",
+                hint="set learners=1, or choose a strategy that lets learners work together (roundelay list strategies)",
             )
 
     def step(self, me: Worker) -> None:
-        me.move(-me.delta(me.grad()))
+        me.add_(-me.delta(me.grad()))

@@ -26,18 +26,18 @@ class Sync:
     weakness: ClassVar[str] = "Every step waits for the slowest learner and for the all-reduce."
     saved: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(
-        claims="turn",
+        sharding="static",
         deterministic=True,
         conserves_mean=True,
         contracts=False,  # learners are equal from the start and stay so
         survives_death=False,
-        state_rule="shared",
-        published=False,
-        weighs="mean",
+        optimizer_state="shared",
+        shares_weights=False,
+        sample_weighting="average",
     )
 
     def start(self, me: Worker) -> None:
         """Nothing to prepare."""
 
     def step(self, me: Worker) -> None:
-        me.move(-me.delta(me.mean_grad()))
+        me.add_(-me.delta(me.mean_grad()))

@@ -1,6 +1,6 @@
 """The worker: what a strategy is written against. One flat vector, one gradient, a few verbs.
 
-`w` is published: moves, placements and meetings act on it, whole vector at a time, under its lock. phi is the module's
+`w` is shared_weights: moves, placements and exchanges act on it, whole vector at a time, under its lock. phi is the module's
 parameters; `grad()` refreshes phi from w first, so forward and backward see one version while neighbours go on averaging
 into w. For strategies without background traffic the two are one vector.
 """
@@ -32,10 +32,10 @@ class LocalOptimizer(Protocol):
 
     def load_state_vector(self, state: Tensor) -> None: ...
 
-    def forget(self) -> None: ...
+    def reset_state(self) -> None: ...
 
     @property
-    def rate(self) -> float: ...
+    def lr(self) -> float: ...
 
 
 class Topologies(Protocol):
@@ -50,11 +50,11 @@ class Topologies(Protocol):
 class StepInfo:
     """The part of the data this step works on, and its weight beside the others'."""
 
-    own: int
+    local_samples: int
     """Samples in this learner's batch; 0 where it has none and only joins in."""
-    samples: int
+    node_samples: int
     """Samples of this worker: its own, or those of its whole machine in a hierarchy."""
-    round_samples: int
+    global_samples: int
     """Samples of everybody in this round (turn), or `size` times the usual batch (race)."""
     position: int = 0
     """Global samples before this step: drives the rate."""
@@ -66,7 +66,7 @@ class StepInfo:
 
 @dataclass
 class StepTimer:
-    """Where the time of a worker went since the figures were last taken."""
+    """Where the time of a worker went since the metrics were last taken."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     staleness: Counter[int] = field(default_factory=Counter)
@@ -99,7 +99,7 @@ class _Timer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         worker = self._worker
-        worker.meter.seconds[self._what] += worker.clock() - self._began
+        worker.step_timer.seconds[self._what] += worker.clock() - self._began
         worker.phase = self._outer
 
 
@@ -108,39 +108,39 @@ class Worker:
 
     def __init__(
         self,
-        net: Communicator,
+        comm: Communicator,
         flat: Flat,
         optimizer: LocalOptimizer,
         topologies: Topologies,
         clock: Callable[[], float],
         *,
-        published: bool,
+        shares_weights: bool,
         exact: bool = False,
-        weighs_steps: bool = True,
-        gradients_per_meeting: float = 1.0,
+        weight_gradients: bool = True,
+        steps_per_exchange: float = 1.0,
         node: Communicator | None = None,
     ) -> None:
-        self.net, self.flat, self.optimizer, self.topologies, self.clock = net, flat, optimizer, topologies, clock
+        self.comm, self.flat, self.optimizer, self.topologies, self.clock = comm, flat, optimizer, topologies, clock
         self.exact = exact
         self._on_cpu = flat.device.type == "cpu"
         self.node = node if node is not None and node.size > 1 else None
-        self._huddle = self.node.huddle(flat.phi) if self.node is not None else None
-        if self._huddle is not None and self._huddle.slot is not None and self.leads:
-            flat.live_in(self._huddle.slot)
+        self._node_group = self.node.node_group(flat.phi) if self.node is not None else None
+        if self._node_group is not None and self._node_group.slot is not None and self.is_node_leader:
+            flat.rebase(self._node_group.slot)
         self.k = 0
-        self.share = StepInfo(0, 0, 0)
-        self.meter = StepTimer()
-        self.meetings: GossipHandle | None = None
+        self.step_info = StepInfo(0, 0, 0)
+        self.step_timer = StepTimer()
+        self.gossip_handle: GossipHandle | None = None
         self.loss = float("nan")
         self.samples_since_mean = 0
         self.phase, self.phase_since = "starting", clock()
-        self._weighs_steps, self._gradients_per_meeting = weighs_steps, gradients_per_meeting
+        self._weighs_steps, self._gradients_per_meeting = weight_gradients, steps_per_exchange
         self._compute: Callable[[], float] | None = None
         self._staleness = 0
-        self.published: SharedWeights | None = net.publish(flat.phi) if published else None
-        self._read_version = self._phi_version = self.published.version if self.published else 0
+        self.shared_weights: SharedWeights | None = comm.publish(flat.phi) if shares_weights else None
+        self._read_version = self._phi_version = self.shared_weights.version if self.shared_weights else 0
         self._peer_version: dict[int, int] = {}
-        self._history: UpdateLog | None = None
+        self._update_log: UpdateLog | None = None
         self._g: Tensor | None = None
         self._buckets: Buckets | None = None
 
@@ -148,11 +148,11 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        return self.net.rank
+        return self.comm.rank
 
     @property
     def size(self) -> int:
-        return self.net.size
+        return self.comm.size
 
     @property
     def now(self) -> float:
@@ -161,36 +161,36 @@ class Worker:
     @property
     def w(self) -> Tensor:
         """The published vector: read it, never write it; write with move and place."""
-        return self.flat.phi if self.published is None else self.published.vector
+        return self.flat.phi if self.shared_weights is None else self.shared_weights.vector
 
     @property
     def samples(self) -> int:
         """Samples of this step's batch."""
-        return self.share.samples
+        return self.step_info.node_samples
 
     @property
-    def rate(self) -> float:
+    def lr(self) -> float:
         """The learning rate of this step."""
-        return self.optimizer.rate
+        return self.optimizer.lr
 
     @property
-    def leads(self) -> bool:
+    def is_node_leader(self) -> bool:
         """Whether this worker speaks for its machine (always, outside a hierarchy)."""
         return self.node is None or self.node.rank == 0
 
-    def begin(self, share: StepInfo, compute: Callable[[], float] | None) -> None:
+    def begin(self, step_info: StepInfo, compute: Callable[[], float] | None) -> None:
         """The next step works on this share; `compute` runs forward and backward at phi and returns the loss."""
-        self.share, self._compute, self._staleness = share, compute, 0
+        self.step_info, self._compute, self._staleness = step_info, compute, 0
 
     def end(self) -> None:
         """After the strategy's step."""
         if self._compute is not None:
             raise RuntimeError("the strategy's step did not call grad() or mean_grad(): every step takes one gradient")
-        if self.share.samples:
-            self.meter.staleness[self._staleness] += 1
+        if self.step_info.node_samples:
+            self.step_timer.staleness[self._staleness] += 1
         self.k += 1
-        if self.meetings is not None:
-            self.meetings.credit()
+        if self.gossip_handle is not None:
+            self.gossip_handle.notify_step()
 
     def _applied(self, staleness: int) -> None:
         """This step's gradient went into a vector that had been written that often since it was read."""
@@ -201,20 +201,20 @@ class Worker:
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
-        if self._huddle is not None and self._huddle.slot is not None and self.leads:
-            self.flat.live_in(torch.empty_like(self.flat.phi))
+        if self._node_group is not None and self._node_group.slot is not None and self.is_node_leader:
+            self.flat.rebase(torch.empty_like(self.flat.phi))
 
-    def record(self, history: UpdateLog) -> None:
+    def record(self, update_log: UpdateLog) -> None:
         """From now on what happens to published vectors is noted down."""
-        if self.published is not None:
-            self._history = history
-            self.net.record(history)
+        if self.shared_weights is not None:
+            self._update_log = update_log
+            self.comm.record(update_log)
 
     def _note(self, kind: Op, number: int) -> None:
-        if self._history is not None:
-            self._history.note(kind, self.rank, number, self.rank)
+        if self._update_log is not None:
+            self._update_log.append(kind, self.rank, number, self.rank)
 
-    def spent(self, what: str) -> _Timer:
+    def timer(self, what: str) -> _Timer:
         """Books the time of a block under data, compute or comm."""
         return _Timer(self, what)
 
@@ -222,33 +222,33 @@ class Worker:
 
     def read(self) -> None:
         """phi <- w, one whole version of it."""
-        if self.published is None:
+        if self.shared_weights is None:
             return
-        with self.published.locked():
-            number, version = self.published.count()
+        with self.shared_weights.locked():
+            number, version = self.shared_weights.count()
             self._note(Op.READ, number)
             if version != self._phi_version:
-                self.flat.phi.copy_(self.published.vector)
+                self.flat.phi.copy_(self.shared_weights.vector)
             self._phi_version = self._read_version = version
 
     def grad(self) -> Gradient:
         """The gradient on this step's batch at phi = w as it is now. Exactly once per step.
         In a hierarchy: the sample-weighted mean over the machine's members, all at the first one's w."""
-        self.samples_since_mean += self.share.samples
-        share = self.share.samples * self.size / max(self.share.round_samples, 1) if self._weighs_steps else 1.0
-        with self.spent("compute"):
+        self.samples_since_mean += self.step_info.node_samples
+        share = self.step_info.node_samples * self.size / max(self.step_info.global_samples, 1) if self._weighs_steps else 1.0
+        with self.timer("compute"):
             self.read()
-        if self._huddle is None:
-            with self.spent("compute"):
+        if self._node_group is None:
+            with self.timer("compute"):
                 self._run()
-            return Gradient(self._gather, self.share.samples, share, in_parameters=True)
-        g = self._machine_gradient(self._huddle)
-        return Gradient(lambda: g, self.share.samples, share)
+            return Gradient(self._gather, self.step_info.node_samples, share, in_parameters=True)
+        g = self._machine_gradient(self._node_group)
+        return Gradient(lambda: g, self.step_info.node_samples, share)
 
-    def follow(self) -> None:
+    def run_follower_step(self) -> None:
         """One step of a machine's other members: a gradient at the first one's w, handed to it."""
-        assert self._huddle is not None
-        self._machine_gradient(self._huddle)
+        assert self._node_group is not None
+        self._machine_gradient(self._node_group)
 
     def mean_grad(self) -> Gradient:
         """The sample-weighted mean of everybody's gradient; buckets of it travel while backward goes on."""
@@ -260,16 +260,16 @@ class Worker:
             mean = self.mean(g, weight=float(g.samples))
         else:
             self.read()
-            weight = self.share.own / max(self.share.round_samples, 1)
-            mean = self._reduced_gradient(self.net, self.net.reduce_in_place, weight)
-        return Gradient(lambda: mean, self.share.round_samples, 1.0)
+            weight = self.step_info.local_samples / max(self.step_info.global_samples, 1)
+            mean = self._reduced_gradient(self.comm, self.comm.all_reduce_, weight)
+        return Gradient(lambda: mean, self.step_info.global_samples, 1.0)
 
     def _run(self) -> None:
         compute, self._compute = self._compute, None
         if compute is None:
             raise RuntimeError("a second gradient in one step: every step takes exactly one")
         self.flat.clear_gradients()
-        if self.share.own:
+        if self.step_info.local_samples:
             self.loss = compute()
 
     def _gather(self) -> Tensor:
@@ -277,29 +277,31 @@ class Worker:
             self._g = torch.empty_like(self.flat.phi)
         return self.flat.gather(self._g)
 
-    def _machine_gradient(self, huddle: NodeGroup) -> Tensor:
+    def _machine_gradient(self, node_group: NodeGroup) -> Tensor:
         """The sample-weighted mean over the machine's members at the first one's w; only the first has it."""
         assert self.node is not None
-        with self.spent("comm"):
-            huddle.hand_out(self.flat.phi)
-        return self._reduced_gradient(self.node, huddle.add_up, self.share.own / max(self.share.samples, 1))
+        with self.timer("comm"):
+            node_group.broadcast(self.flat.phi)
+        return self._reduced_gradient(
+            self.node, node_group.reduce, self.step_info.local_samples / max(self.step_info.node_samples, 1)
+        )
 
-    def _reduced_gradient(self, net: Communicator, add_up: Callable[[Tensor], Work], weight: float) -> Tensor:
-        """sum over the members of net of weight * gradient."""
-        if self._g is None and self._huddle is not None and not self.leads:
-            self._g = self._huddle.slot
+    def _reduced_gradient(self, comm: Communicator, add_up: Callable[[Tensor], Work], weight: float) -> Tensor:
+        """sum over the members of comm of weight * gradient."""
+        if self._g is None and self._node_group is not None and not self.is_node_leader:
+            self._g = self._node_group.slot
         if self._g is None:
             self._g = torch.empty_like(self.flat.phi)
         if self.exact:
-            with self.spent("compute"):
+            with self.timer("compute"):
                 self._run()
-            with self.spent("comm"):
-                return net.start_mean(self._gather().mul_(weight), None, True).wait().mul_(net.size)
+            with self.timer("comm"):
+                return comm.all_reduce_mean(self._gather().mul_(weight), None, True).wait().mul_(comm.size)
         if self._buckets is None:
             self._buckets = Buckets(self.flat, add_up)
-        with self.spent("compute"), self._buckets.travelling(self._g, weight):
+        with self.timer("compute"), self._buckets.reducing(self._g, weight):
             self._run()
-        with self.spent("comm"):
+        with self.timer("comm"):
             return self._buckets.wait()
 
     def delta(self, g: Vector) -> Update:
@@ -315,56 +317,56 @@ class Worker:
     def load_state(self, state: Tensor) -> None:
         self.optimizer.load_state_vector(state)
 
-    def forget(self) -> None:
+    def reset_state(self) -> None:
         """Resets the local optimizer's state."""
-        self.optimizer.forget()
+        self.optimizer.reset_state()
 
     # -- writing w -------------------------------------------------------------------------------------------------
 
-    def move(self, d: Vector) -> None:
+    def add_(self, d: Vector) -> None:
         """w <- w + d, atomic towards the background."""
-        published = self.published
-        if published is None:
+        shared_weights = self.shared_weights
+        if shared_weights is None:
             if isinstance(d, Update):
-                d.move(self.flat.phi, self.flat.phi, True)
+                d.add_to(self.flat.phi, self.flat.phi, True)
             else:
                 self.flat.phi.add_(materialize(d))
             return
-        with self.spent("update"), published.locked():
-            number, version = published.count(writes=1)
-            self._note(Op.MOVE, number)
+        with self.timer("update"), shared_weights.locked():
+            number, version = shared_weights.count(writes=1)
+            self._note(Op.UPDATE, number)
             stale = version - 1 - self._read_version
             if isinstance(d, Update) and self._on_cpu:
-                d.move(published.vector, self.flat.phi, stale == 0)
+                d.add_to(shared_weights.vector, self.flat.phi, stale == 0)
                 self._phi_version = version
             elif isinstance(d, Update):  # GPU: untested here; w lives in host memory, phi is read anew
-                published.vector.add_(d.tensor().to(published.vector.device))
+                shared_weights.vector.add_(d.tensor().to(shared_weights.vector.device))
             else:
-                published.vector.add_(materialize(d))
+                shared_weights.vector.add_(materialize(d))
         self._applied(stale)
 
-    def place(self, x: Vector) -> None:
+    def assign_(self, x: Vector) -> None:
         """w <- x, atomic towards the background."""
-        published = self.published
-        if published is None and isinstance(x, UpdatedVector):
-            x.place(self.flat.phi)
+        shared_weights = self.shared_weights
+        if shared_weights is None and isinstance(x, UpdatedVector):
+            x.assign_to(self.flat.phi)
             return
-        if published is None:
+        if shared_weights is None:
             self.flat.phi.copy_(materialize(x))
             return
-        with self.spent("update"), published.locked():
-            number, _ = published.count(writes=1)
-            self._note(Op.PLACE, number)
-            published.vector.copy_(materialize(x))
+        with self.timer("update"), shared_weights.locked():
+            number, _ = shared_weights.count(writes=1)
+            self._note(Op.ASSIGN, number)
+            shared_weights.vector.copy_(materialize(x))
 
     def last(self) -> Tensor:
         """A copy of w for the closing average, one whole version of it."""
-        if self.published is None:
+        if self.shared_weights is None:
             return self.w.clone()
-        with self.published.locked():
-            number, _ = self.published.count()
-            self._note(Op.LAST, number)
-            return self.published.vector.clone()
+        with self.shared_weights.locked():
+            number, _ = self.shared_weights.count()
+            self._note(Op.FINAL_READ, number)
+            return self.shared_weights.vector.clone()
 
     # -- rendezvous ------------------------------------------------------------------------------------------------
 
@@ -372,24 +374,24 @@ class Worker:
         """The mean of everybody's x is under way; x must stay as it is until waited for."""
         if self.size == 1:
             return _Ready(materialize(x).clone())
-        return self.net.start_mean(materialize(x), weight, self.exact)
+        return self.comm.all_reduce_mean(materialize(x), weight, self.exact)
 
     def mean(self, x: Vector, weight: float | None = None) -> Tensor:
         """The (weighted) mean of everybody's x; everybody calls it."""
-        with self.spent("comm"):
+        with self.timer("comm"):
             return self.start_mean(x, weight).wait()
 
     def wait(self, pending: Work) -> Tensor:
         """Waits for something under way, and books the time as communication."""
-        with self.spent("comm"):
+        with self.timer("comm"):
             return pending.wait()
 
-    def start_mix(self, x: Vector, topology: str) -> Work:
+    def start_neighbor_average(self, x: Vector, topology: str) -> Work:
         """sum_j T_ij x_j over this worker's neighbours is under way; x must stay as it is until waited for."""
         row = self.topologies.row(topology, self.rank, self.size)
         if set(row) == {self.rank}:
             return _Ready(materialize(x).clone())
-        return self.net.start_mix(materialize(x), row)
+        return self.comm.neighbor_average(materialize(x), row)
 
     # -- in the background -----------------------------------------------------------------------------------------
 
@@ -397,22 +399,22 @@ class Worker:
         """From now on the agents average pairs in the background, round after round."""
         if self.size == 1:
             return
-        assert self.published is not None, "a strategy that gossips declares traits.published"
+        assert self.shared_weights is not None, "a strategy that gossips declares traits.shares_weights"
         matching = self.topologies.matching(topology, self.size)
-        self.meetings = self.net.gossip(self.published, matching, self._gradients_per_meeting)
+        self.gossip_handle = self.comm.gossip(self.shared_weights, matching, self._gradients_per_meeting)
 
-    def add(self, peer: int, d: Vector) -> None:
+    def remote_add(self, peer: int, d: Vector) -> None:
         """w of the peer <- its w + d, one-sided; the staleness of the gradient behind d is measured there."""
         if peer == self.rank:
-            self.move(d)
+            self.add_(d)
             return
-        with self.spent("comm"):
-            before = self.net.add(peer, materialize(d))
+        with self.timer("comm"):
+            before = self.comm.remote_add(peer, materialize(d))
         self._applied(before - self._peer_version.get(peer, before))
 
-    def get(self, peer: int) -> Tensor:
+    def remote_get(self, peer: int) -> Tensor:
         """A copy of the peer's w, one-sided."""
         out = torch.empty_like(self.w)
-        with self.spent("comm"):
-            self._peer_version[peer] = self.net.get(peer, out)
+        with self.timer("comm"):
+            self._peer_version[peer] = self.comm.remote_get(peer, out)
         return out

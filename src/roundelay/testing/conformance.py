@@ -106,7 +106,7 @@ class RunSpec:
         )
 
 
-def run_toy_task(place: DistributedContext, case: RunSpec) -> dict[str, Any]:
+def run_toy_task(context: DistributedContext, case: RunSpec) -> dict[str, Any]:
     """Trains a case; returns what the laws look at."""
     seen: list[tuple[int, int]] = []
     plan = case.plan()
@@ -114,24 +114,24 @@ def run_toy_task(place: DistributedContext, case: RunSpec) -> dict[str, Any]:
     def look(learner: Learner) -> None:
         seen.append(learner.completed[-1] if learner.completed else (0, 0))
 
-    run = Trainer(case.lesson, place, case.options(), RunConfig(**{**plan.__dict__, "on_step": look}))
+    run = Trainer(case.lesson, context, case.options(), RunConfig(**{**plan.__dict__, "on_step": look}))
     result = run.go()
-    leads = place.rank in place.leaders or "hierarchical" not in case.strategy
+    leads = context.rank in context.node_leaders or "hierarchical" not in case.strategy
     return {
         "w": run.learner.flat.phi.clone().numpy(),  # also of a learner that never had a batch
         "spans": seen if leads else [],
         "steps": result.get("steps", 0),
-        "figures": result.get("figures"),
+        "metrics": result.get("metrics"),
     }
 
 
-def run_zero_gradient(place: DistributedContext, case: RunSpec, steps: int) -> dict[str, Any]:
+def run_zero_gradient(context: DistributedContext, case: RunSpec, steps: int) -> dict[str, Any]:
     """Learners that start apart and have a zero gradient: only the communication acts."""
     module = nn.Linear(5, 4)
-    learner = Learner(place, module, torch.optim.SGD(module.parameters(), lr=0.1), case.options())
-    generator = torch.Generator().manual_seed(100 + place.rank)
+    learner = Learner(context, module, torch.optim.SGD(module.parameters(), lr=0.1), case.options())
+    generator = torch.Generator().manual_seed(100 + context.rank)
     start = torch.randn(learner.flat.phi.numel(), generator=generator)
-    learner.worker.place(start)
+    learner.worker.assign_(start)
     learner.start()
 
     def compute() -> float:
@@ -141,18 +141,24 @@ def run_zero_gradient(place: DistributedContext, case: RunSpec, steps: int) -> d
 
     machine = len(learner.machine)
     for k in range(steps):
-        learner.advance(StepInfo(1, machine, place.size, k * place.size, steps * place.size), compute)
+        learner.run_step(StepInfo(1, machine, context.size, k * context.size, steps * context.size), compute)
     finish = getattr(learner.strategy, "finish", None)
     if finish is not None:
         finish(learner.worker)
     rounds = 0
-    if learner.worker.meetings is not None:
-        learner.worker.meetings.finish()
-        rounds = learner.worker.meetings.rounds
+    if learner.worker.gossip_handle is not None:
+        learner.worker.gossip_handle.finish()
+        rounds = learner.worker.gossip_handle.rounds
     end = learner.worker.w.clone()
-    place.net.start_mean(torch.zeros(1)).wait() if place.size > 1 else None
+    context.comm.all_reduce_mean(torch.zeros(1)).wait() if context.size > 1 else None
     learner.close()
-    return {"start": start.numpy(), "end": end.numpy(), "rounds": rounds, "leads": learner.worker.leads, "weight": machine}
+    return {
+        "start": start.numpy(),
+        "end": end.numpy(),
+        "rounds": rounds,
+        "leads": learner.worker.is_node_leader,
+        "weight": machine,
+    }
 
 
 def check_strategy(
@@ -192,7 +198,7 @@ def check_every_sample_once(case: RunSpec, traits: Any, run: Runner, size: int, 
     """Every epoch deals every sample once, also where the batches do not come out even."""
     odd = RunSpec(**{**case.__dict__, "lesson": ToyTask(samples=37), "batch": 3, "epochs": 2.0})
     spans = [span for result in _go(run, run_toy_task, odd, size=size) for span in result["spans"]]
-    if traits.claims == "turn":  # dealt in turn, a span is a round that all of them share
+    if traits.sharding == "static":  # dealt in turn, a span is a round that all of them share
         spans = sorted(set(spans))
     assert sum(stop - start for start, stop in spans) == 74, spans
     assert sorted(spans)[0][0] == 0, spans
@@ -205,7 +211,7 @@ def check_final_models_equal(case: RunSpec, traits: Any, run: Runner, size: int,
     results = _go(run, run_toy_task, case, size=size)
     for result in results[1:]:
         assert np.array_equal(results[0]["w"], result["w"])
-    assert results[0]["figures"]["loss"] < 1.2, results[0]["figures"]  # it has learnt something: log 3 = 1.1 by guessing
+    assert results[0]["metrics"]["loss"] < 1.2, results[0]["metrics"]  # it has learnt something: log 3 = 1.1 by guessing
     return True
 
 
@@ -229,7 +235,7 @@ def check_zero_gradient_conserves_mean(case: RunSpec, traits: Any, run: Runner, 
     results = [r for r in _go(run, run_zero_gradient, case, 8, size=size) if r["leads"]]
     before, after = (np.stack([r[key] for r in results]).astype(np.float64) for key in ("start", "end"))
     # averages that weigh by samples conserve the weighted mean: a machine of two counts twice
-    weights = [r["weight"] if traits.weighs == "mean" else 1 for r in results]
+    weights = [r["weight"] if traits.sample_weighting == "mean" else 1 for r in results]
     means = [np.average(x, axis=0, weights=weights) for x in (before, after)]
     assert np.allclose(means[0], means[1], atol=2e-6), "the mean has moved"
     spread = [float(np.square(x - x.mean(0)).mean()) ** 0.5 for x in (before, after)]

@@ -34,7 +34,7 @@ def mpirun(size: int, options: Sequence[str] = ()) -> list[str]:
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
-        raise UsageError("there is no mpirun", where="PATH", do="pip install 'roundelay[mpi]', or load your cluster's MPI")
+        raise UsageError("there is no mpirun", where="PATH", hint="pip install 'roundelay[mpi]', or load your cluster's MPI")
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return [found, *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(size), *options]
 
@@ -83,7 +83,7 @@ class MpiPool(ProcessPool):
                 rank, pipe = come.get(timeout=0.5)
                 found[rank] = pipe
             if self._job.poll() is not None or time.monotonic() > deadline:
-                raise PeerLost(f"only {len(found)} of {self.size} processes came", where="mpirun", do="see its output above")
+                raise PeerLost(f"only {len(found)} of {self.size} processes came", where="mpirun", hint="see its output above")
         return [(self._job, found[rank]) for rank in range(self.size)]
 
     def stop(self) -> None:

@@ -22,7 +22,7 @@ JobFunction = Callable[..., Any]
 
 
 class ProcessPool:
-    """`size` processes; `run(job, size=n)` calls job(place, *args) on n of them and returns their results by rank."""
+    """`size` processes; `run(job, size=n)` calls job(context, *args) on n of them and returns their results by rank."""
 
     def __init__(self, size: int, wire: str = "auto", machines: Sequence[str] | None = None) -> None:
         self.size, self.wire = size, wire
@@ -102,9 +102,9 @@ def do_jobs(pipe: Connection, rank: int, machine: str, server: TCPStore) -> None
             job, args, number, size, wire, machines = pipe.recv()
         except EOFError:
             return
-        place: DistributedContext | None = None
+        context: DistributedContext | None = None
         try:
-            place = create_context(
+            context = create_context(
                 JobStore(server, f"pool/{number}/"),
                 rank,
                 size,
@@ -116,13 +116,13 @@ def do_jobs(pipe: Connection, rank: int, machine: str, server: TCPStore) -> None
                 machines=machines,
                 digest={},
             )
-            pipe.send((job(place, *args), None))
+            pipe.send((job(context, *args), None))
         except BaseException:
             pipe.send((None, traceback.format_exc()))
         finally:
-            if place is not None:
-                place.close()
-            del job, args, place
+            if context is not None:
+                context.close()
+            del job, args, context
             gc.collect()  # learners are full of cycles, and a model is few objects but many bytes
             if not frozen:  # what torch and numba have built stays: to look through it every time takes longer than most jobs
                 gc.freeze()

@@ -49,7 +49,7 @@ class Topology:
             raise UsageError(
                 f"no matching for round {round} of {size} learners",
                 where=f"topology {self.name}",
-                do="count rounds from 0 and learners from 1",
+                hint="count rounds from 0 and learners from 1",
             )
         return self.draw(round, size, seed)
 
@@ -227,7 +227,7 @@ def topology(name: str) -> Topology:
     try:
         return TOPOLOGIES[name]
     except KeyError:
-        raise UsageError(f"no topology '{name}'", where="topology", do=did_you_mean(name, TOPOLOGIES)) from None
+        raise UsageError(f"no topology '{name}'", where="topology", hint=did_you_mean(name, TOPOLOGIES)) from None
 
 
 def matching(name: str, round: int, size: int, seed: int = 0) -> Partners:

@@ -29,7 +29,7 @@ def neighbour_matrix(name: str, size: int) -> Matrix:
     entry = topology(name)
     if entry.random:
         fixed = ", ".join(sorted(t.name for t in TOPOLOGIES.values() if not t.random))
-        raise UsageError(f"topology '{name}' has no fixed neighbours", where="topology", do=f"choose one of: {fixed}")
+        raise UsageError(f"topology '{name}' has no fixed neighbours", where="topology", hint=f"choose one of: {fixed}")
     linked = np.zeros((size, size), dtype=bool)
     for i, j in entry.edges(size):
         linked[i, j] = linked[j, i] = True
@@ -42,7 +42,7 @@ def neighbour_matrix(name: str, size: int) -> Matrix:
 def neighbour_row(name: str, rank: int, size: int) -> dict[int, float]:
     """The weights with which one learner averages its neighbours and itself."""
     if not 0 <= rank < size:
-        raise UsageError(f"no rank {rank} among {size} learners", where="topology", do=f"ranks run from 0 to {size - 1}")
+        raise UsageError(f"no rank {rank} among {size} learners", where="topology", hint=f"ranks run from 0 to {size - 1}")
     return {j: float(weight) for j, weight in enumerate(neighbour_matrix(name, size)[rank]) if weight > 0}
 
 
@@ -122,7 +122,7 @@ def rounds_to_agreement(name: str, size: int, factor: float = 0.01) -> int:
     scheduled: for the worst start, |T_n ... T_1 - J|_2 <= factor        drawn: in expectation, c^(n/2) <= factor
     """
     if not 0 < factor < 1:
-        raise UsageError(f"cannot count rounds to a factor of {factor}", do="give a factor between 0 and 1")
+        raise UsageError(f"cannot count rounds to a factor of {factor}", hint="give a factor between 0 and 1")
     entry = topology(name)
     if size == 1:
         return 0

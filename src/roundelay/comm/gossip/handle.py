@@ -12,28 +12,28 @@ POLL_S = 0.02
 
 
 class BackgroundGossip:
-    """The background meetings of one learner, and how all leave them together."""
+    """The background exchanges of one learner, and how all leave them together."""
 
     def __init__(
         self,
         agent: GossipThread,
-        roll: Membership,
+        membership: Membership,
         ranks: Sequence[int],
         rank: int,
         name: str,
         timeout_s: float,
         local_store: Store,
     ) -> None:
-        self.agent, self.roll, self.ranks, self.rank, self.name = agent, roll, ranks, rank, name
+        self.agent, self.membership, self.ranks, self.rank, self.name = agent, membership, ranks, rank, name
         self.timeout_s, self.store = timeout_s, local_store
         self.rounds = 0
         """Rounds that everybody has played, known once all have left."""
 
-    def credit(self) -> None:
-        self.agent.credit()
+    def notify_step(self) -> None:
+        self.agent.notify_step()
 
-    def drain(self) -> dict[str, float]:
-        return self.agent.figures()
+    def pop_metrics(self) -> dict[str, float]:
+        return self.agent.metrics()
 
     def finish(self) -> None:
         """The agent goes on answering until every living learner is done; then all stop asking, post the round they have
@@ -52,7 +52,7 @@ class BackgroundGossip:
         said: dict[int, int] = {}
         while True:
             self.agent._check()
-            dead = self.roll.dead()
+            dead = self.membership.failed_ranks()
             for member in range(len(self.ranks)):
                 if member not in said and self.ranks[member] not in dead:
                     value = self.store.get(f"{self.name}/{what}/{member}")

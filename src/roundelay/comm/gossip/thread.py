@@ -2,8 +2,8 @@
 
 A round has a matching; partners of a round exchange snapshots and each adds half the difference to its w. An agent plays its
 rounds in order, one exchange at a time, so waits cannot form a cycle. It enters the next round when its learner has done
-as many gradients as it has had meetings, or when somebody already asks it for that round or a later one. So the fastest
-learner sets the pace of meetings, the agent of a slow one keeps it, and no gradient ever waits.
+as many gradients as it has had exchanges, or when somebody already asks it for that round or a later one. So the fastest
+learner sets the pace of exchanges, the agent of a slow one keeps it, and no gradient ever waits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from roundelay.comm.gossip.transport import ConnectionClosed, ConnectionSet, Mes
 from roundelay.comm.shared_memory import DONE, ENTERED, HISTORY, VERSION, SharedVector, SharedVectors
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching
-from roundelay.core.update_log import Op as Noted
+from roundelay.core.update_log import Op
 from roundelay.core.update_log import UpdateLog
 from roundelay.errors import PeerLost, RoundelayError
 
 PATIENCE_S = 0.2
 """How long an agent sleeps before it looks whether those it waits for are still alive."""
 MOST_OWED = 8
-"""Meetings an agent makes up for after a delay; more would only repeat themselves."""
+"""Exchanges an agent makes up for after a delay; more would only repeat themselves."""
 SAMPLE = 4096
 """Elements from which the distance between partners is estimated."""
 
@@ -42,16 +42,16 @@ class GossipThread:
 
     def __init__(
         self,
-        published: SharedVector,
+        shared_weights: SharedVector,
         board: SharedVectors,
         size: int,
         token: bytes,
         listener: socket.socket | None,
         lost: Callable[[int, str], None],
     ) -> None:
-        self.rank, self.size, self.board, self.published = board.rank, size, board, published
+        self.rank, self.size, self.board, self.shared_weights = board.rank, size, board, published
         self.dead: set[int] = set()
-        self.history: UpdateLog | None = None
+        self.update_log: UpdateLog | None = None
         self.round = 0
         self.entered = -1
         self.error: BaseException | None = None
@@ -71,7 +71,7 @@ class GossipThread:
         self._play_to: int | None = None
         self._at_rest = threading.Event()
         self._quit = False
-        self._figures = {"meetings": 0.0, "meeting_s": 0.0, "distance": 0.0, "skipped": 0.0}
+        self._figures = {"exchanges": 0.0, "exchange_s": 0.0, "distance": 0.0, "skipped": 0.0}
         self._met = 0
         self._visitors: deque[threading.Event] = deque()
         self._taken = dict(self._figures)
@@ -95,16 +95,16 @@ class GossipThread:
                 raise PeerLost(
                     f"only {len(self._partners)} of {count} partners on other machines have connected in {timeout_s:.0f} s",
                     where=f"rank {self.rank}",
-                    do="check that the machines reach each other on the address given as host=…, and that ports are open",
+                    hint="check that the machines reach each other on the address given as host=…, and that ports are open",
                 )
             time.sleep(0.002)
 
-    def gossip(self, matching: Matching, gradients_per_meeting: float) -> None:
-        self._gradients_per_meeting = gradients_per_meeting
+    def gossip(self, matching: Matching, steps_per_exchange: float) -> None:
+        self._gradients_per_meeting = steps_per_exchange
         self._matching = matching
         self.board.wake(self.rank)
 
-    def credit(self) -> None:
+    def notify_step(self) -> None:
         """The learner has done one more gradient."""
         self._gradients += 1
         self.board.wake(self.rank)
@@ -122,7 +122,7 @@ class GossipThread:
         while not self._at_rest.wait(1.0):
             self._check()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Figures since the last call."""
         now = dict(self._figures)
         taken, self._taken = self._taken, now
@@ -183,24 +183,24 @@ class GossipThread:
 
     def _arrived(self, link: PeerConnection, arrival: Message) -> None:
         if arrival.kind is MessageType.GET:
-            with self.published.locked():
-                number, version = self.published.count()
-                self._note(Noted.GET, number, link.caller)
-                copy = self.published.vector.clone()
-            link.send(MessageType.ANSWER, version, bytes_of(copy))
+            with self.shared_weights.locked():
+                number, version = self.shared_weights.count()
+                self._note(Op.REMOTE_GET, number, link.caller)
+                copy = self.shared_weights.vector.clone()
+            link.send(MessageType.REPLY, version, bytes_of(copy))
         elif arrival.kind is MessageType.ADD:
             if self._service is None:
-                self._service = torch.empty_like(self.published.vector)
+                self._service = torch.empty_like(self.shared_weights.vector)
             link.read_payload(bytes_of(self._service))
-            with self.published.locked():
-                number, version = self.published.count(writes=1)
-                self._note(Noted.ADD, number, link.caller)
-                self.published.vector.add_(self._service)
-            link.send(MessageType.ANSWER, version - 1)
+            with self.shared_weights.locked():
+                number, version = self.shared_weights.count(writes=1)
+                self._note(Op.REMOTE_ADD, number, link.caller)
+                self.shared_weights.vector.add_(self._service)
+            link.send(MessageType.REPLY, version - 1)
 
-    def _note(self, kind: Noted, number: int, actor: int, round: int = -1) -> None:
-        if self.history is not None:
-            self.history.note(kind, self.rank, number, actor, round)
+    def _note(self, kind: Op, number: int, actor: int, round: int = -1) -> None:
+        if self.update_log is not None:
+            self.update_log.append(kind, self.rank, number, actor, round)
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class GossipThread:
                 if entered > highest and int(header[DONE]) < entered and self._matching(entered)[peer] == self.rank:
                     highest = entered
         for link in self._partners.values():
-            if link.waiting is not None and link.waiting.kind is MessageType.MEET:
+            if link.waiting is not None and link.waiting.kind is MessageType.EXCHANGE:
                 highest = max(highest, link.waiting.number)
         return highest
 
@@ -256,13 +256,13 @@ class GossipThread:
         self._open, self._opened_at = partner, time.perf_counter()
         if partner in self._partners:
             if self._snapshot is None:
-                self._snapshot = torch.empty_like(self.published.vector)
-                self._received = torch.empty_like(self.published.vector)
-            with self.published.locked():
-                number, _ = self.published.count()
-                self._note(Noted.SNAPSHOT, number, partner, self.round)
-                self._snapshot.copy_(self.published.vector)
-            self._partners[partner].send(MessageType.MEET, self.round, bytes_of(self._snapshot))
+                self._snapshot = torch.empty_like(self.shared_weights.vector)
+                self._received = torch.empty_like(self.shared_weights.vector)
+            with self.shared_weights.locked():
+                number, _ = self.shared_weights.count()
+                self._note(Op.SNAPSHOT, number, partner, self.round)
+                self._snapshot.copy_(self.shared_weights.vector)
+            self._partners[partner].send(MessageType.EXCHANGE, self.round, bytes_of(self._snapshot))
             self._received_in = -1
         elif partner in self.board.here:
             self.board.header(self.rank)[ENTERED] = self.round
@@ -295,7 +295,7 @@ class GossipThread:
             self.traffic.hang_up(link, link.error)
             return True
         if link.waiting is not None and self._received_in != self.round:
-            if link.waiting.kind is not MessageType.MEET or link.waiting.number != self.round:
+            if link.waiting.kind is not MessageType.EXCHANGE or link.waiting.number != self.round:
                 self.traffic.hang_up(link, f"it speaks of round {link.waiting.number} in round {self.round}")
                 return True
             try:
@@ -307,10 +307,10 @@ class GossipThread:
         if self._received_in != self.round or link.sending:
             return False
         self._note_distance(self._snapshot, self._received)
-        with self.published.locked():
-            number, _ = self.published.count(writes=1)
-            self._note(Noted.HALF, number, partner, self.round)
-            kernels.add_half_difference(self.published.vector, self._received, self._snapshot)
+        with self.shared_weights.locked():
+            number, _ = self.shared_weights.count(writes=1)
+            self._note(Op.APPLY_HALF_DIFF, number, partner, self.round)
+            kernels.add_half_difference(self.shared_weights.vector, self._received, self._snapshot)
         self._close(met=True)
         return True
 
@@ -330,22 +330,22 @@ class GossipThread:
                 header[HISTORY] += 1
                 header[VERSION] += 1
                 header[DONE] = self.round
-            if self.history is not None:
-                self.history.note(Noted.MEET, self.rank, int(mine[HISTORY]), partner, self.round)
-                self.history.note(Noted.MEET, partner, int(theirs[HISTORY]), self.rank, self.round)
+            if self.update_log is not None:
+                self.update_log.append(Op.PAIR_AVERAGE, self.rank, int(mine[HISTORY]), partner, self.round)
+                self.update_log.append(Op.PAIR_AVERAGE, partner, int(theirs[HISTORY]), self.rank, self.round)
         self.board.wake(partner)
         return True
 
     def _note_distance(self, a: Tensor, b: Tensor) -> None:
-        """|a - b| / |a|, from a sample: what the meeting finds apart."""
+        """|a - b| / |a|, from a sample: what the exchange finds apart."""
         stride = max(1, a.numel() // SAMPLE)
         x, y = a[::stride], b[::stride]
         self._figures["distance"] += float((x - y).norm() / (x.norm() + 1e-12))
 
     def _close(self, met: bool) -> None:
         if met:
-            self._figures["meetings"] += 1
-            self._figures["meeting_s"] += time.perf_counter() - self._opened_at
+            self._figures["exchanges"] += 1
+            self._figures["exchange_s"] += time.perf_counter() - self._opened_at
             self._met += 1
         self._open = None
         self.round += 1

@@ -132,7 +132,7 @@ class ConnectionSet:
             sock, _ = self._door.accept()
         except OSError:
             return
-        # in a thread of its own: somebody who connects and says nothing must not keep this agent from its meetings
+        # in a thread of its own: somebody who connects and says nothing must not keep this agent from its exchanges
         threading.Thread(target=self._admit, args=(sock,), name=f"door-{self._board.rank}", daemon=True).start()
 
     def _admit(self, sock: socket.socket) -> None:
@@ -166,10 +166,10 @@ class MessageType(IntEnum):
     """What a message says."""
 
     HELLO = 1  # number: the sender's rank; payload: the job's token
-    MEET = 2  # number: the round; payload: a snapshot
+    EXCHANGE = 2  # number: the round; payload: a snapshot
     GET = 3  # please send your vector
     ADD = 4  # payload: add this to your vector
-    ANSWER = 5  # number: the vector's version; payload: the vector (GET) or nothing (ADD)
+    REPLY = 5  # number: the vector's version; payload: the vector (GET) or nothing (ADD)
 
 
 @dataclass
@@ -367,7 +367,7 @@ class RemoteMemoryClient:
 
     def __init__(self, address: str, rank: int, peer: int, token: bytes, timeout_s: float) -> None:
         self.peer = peer
-        self._sock = connect(address, -1 - rank, token, timeout_s)  # negative: a caller, not a partner for meetings
+        self._sock = connect(address, -1 - rank, token, timeout_s)  # negative: a caller, not a partner for exchanges
         self._sock.settimeout(timeout_s)
 
     def add(self, d: memoryview) -> int:
@@ -391,7 +391,7 @@ class RemoteMemoryClient:
             raise PeerLost(
                 f"rank {self.peer} does not answer",
                 where=str(error),
-                do="look at its log; resume=auto goes on from the last checkpoint",
+                hint="look at its log; resume=auto goes on from the last checkpoint",
             ) from error
 
     def close(self) -> None:

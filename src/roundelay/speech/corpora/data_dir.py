@@ -72,7 +72,7 @@ def read_data_dir(folder: Path, *, allow_pipes: bool = False, need_text: bool = 
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise DataError(f"there is no data directory {folder}", do="give a folder with wav.scp, text and utt2spk")
+        raise DataError(f"there is no data directory {folder}", hint="give a folder with wav.scp, text and utt2spk")
     recordings = _table(folder / "wav.scp")
     segments = _table(folder / "segments") if (folder / "segments").exists() else None
     ids = segments if segments is not None else recordings
@@ -89,7 +89,7 @@ def read_data_dir(folder: Path, *, allow_pipes: bool = False, need_text: bool = 
             raise DataError(
                 f"utterance {id} has no transcript",
                 where=f"{folder / 'text'} (the utterance is in {line.where})",
-                do=f"add a line '{id} THE WORDS', or take the utterance out",
+                hint=f"add a line '{id} THE WORDS', or take the utterance out",
             )
         recording, start, end = (id, 0.0, None) if segments is None else _segment(id, line, recordings)
         audio, command = sources[recording]
@@ -103,9 +103,9 @@ def _table(path: Path, empty: bool = False) -> dict[str, _Line]:
     try:
         content = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise DataError(f"{path.name} is missing", where=str(path.parent), do=f"write {path.name}, one line each") from None
+        raise DataError(f"{path.name} is missing", where=str(path.parent), hint=f"write {path.name}, one line each") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path.name}: {error}", where=str(path), do="it must be a text file in UTF-8") from None
+        raise DataError(f"cannot read {path.name}: {error}", where=str(path), hint="it must be a text file in UTF-8") from None
     found: dict[str, _Line] = {}
     for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
@@ -114,9 +114,9 @@ def _table(path: Path, empty: bool = False) -> dict[str, _Line]:
         id, value = (*line.split(None, 1), "")[:2]
         value = value.strip()
         if not value and not empty:
-            raise DataError(f"'{id}' stands alone", where=where, do="every line is an identifier, a space and its value")
+            raise DataError(f"'{id}' stands alone", where=where, hint="every line is an identifier, a space and its value")
         if id in found:
-            raise DataError(f"'{id}' stands there twice", where=f"{where} (first {found[id].where})", do="remove one of them")
+            raise DataError(f"'{id}' stands there twice", where=f"{where} (first {found[id].where})", hint="remove one of them")
         found[id] = _Line(value, where)
     return found
 
@@ -127,7 +127,7 @@ def _source(id: str, line: _Line, folder: Path, root: Path | None, allow_pipes: 
             raise DataError(
                 f"the recording {id} is a command, and nothing in a data directory is run unless you allow it",
                 where=line.where,
-                do="write the audio to files, or allow pipes if you trust this file",
+                hint="write the audio to files, or allow pipes if you trust this file",
             )
         return folder / "wav.scp", line.value[:-1].strip()
     bases = [folder, folder.resolve().parent] if root is None else [Path(root), folder, folder.resolve().parent]
@@ -137,7 +137,7 @@ def _source(id: str, line: _Line, folder: Path, root: Path | None, allow_pipes: 
     raise DataError(
         f"there is no audio file {line.value} (recording {id})",
         where=line.where,
-        do="paths are absolute, or relative to the root you give, the data directory or its parent",
+        hint="paths are absolute, or relative to the root you give, the data directory or its parent",
     )
 
 
@@ -153,17 +153,17 @@ def _speakers(folder: Path, ids: dict[str, _Line]) -> dict[str, str]:
             raise DataError(
                 f"utterance {id} has no speaker",
                 where=f"{folder / 'utt2spk'} (the utterance is in {line.where})",
-                do=f"add a line '{id} SPEAKER'; where speakers are not known, '{id} {id}'",
+                hint=f"add a line '{id} SPEAKER'; where speakers are not known, '{id} {id}'",
             )
         if len(table[id].value.split()) != 1:
-            raise DataError(f"'{table[id].value}' is not one speaker", where=table[id].where, do="write 'UTTERANCE SPEAKER'")
+            raise DataError(f"'{table[id].value}' is not one speaker", where=table[id].where, hint="write 'UTTERANCE SPEAKER'")
     for speaker, line in (by_speaker or {}).items():
         for id in line.value.split():
             if id not in table or table[id].value != speaker:
                 raise DataError(
                     f"spk2utt gives utterance {id} to {speaker}, utt2spk does not",
                     where=line.where,
-                    do="delete spk2utt: it is made from utt2spk",
+                    hint="delete spk2utt: it is made from utt2spk",
                 )
     return {id: line.value for id, line in table.items()}
 
@@ -173,13 +173,13 @@ def _segment(id: str, line: _Line, recordings: dict[str, _Line]) -> tuple[str, f
     try:
         recording, start, end = parts[0], float(parts[1]), float(parts[2])
     except (IndexError, ValueError):
-        raise DataError(f"segment {id} is not 'recording start end'", where=line.where, do="times in seconds") from None
+        raise DataError(f"segment {id} is not 'recording start end'", where=line.where, hint="times in seconds") from None
     if recording not in recordings:
         raise DataError(f"segment {id} is of recording {recording}, which wav.scp lacks", where=line.where)
     if end == -1.0:
         return recording, start, None
     if not (0 <= start < end < math.inf):
-        raise DataError(f"segment {id} goes from {start} s to {end} s", where=line.where, do="0 <= start < end, in seconds")
+        raise DataError(f"segment {id} goes from {start} s to {end} s", where=line.where, hint="0 <= start < end, in seconds")
     return recording, start, end
 
 
@@ -187,7 +187,9 @@ def _no_strangers(table: dict[str, _Line], ids: dict[str, _Line], name: str) -> 
     for id, line in table.items():
         if id not in ids:
             raise DataError(
-                f"{name} speaks of utterance {id}, which has no audio", where=line.where, do="remove the line, or add its audio"
+                f"{name} speaks of utterance {id}, which has no audio",
+                where=line.where,
+                hint="remove the line, or add its audio",
             )
 
 
@@ -240,7 +242,7 @@ def _writable(utterance: Utterance) -> None:
     for what in (utterance.id, utterance.speaker, *utterance.words):
         if not what or what.split() != [what]:
             raise DataError(
-                f"'{what}' cannot stand in a Kaldi file", where=f"utterance {utterance.id}", do="no empty names or spaces"
+                f"'{what}' cannot stand in a Kaldi file", where=f"utterance {utterance.id}", hint="no empty names or spaces"
             )
     if "\n" in str(utterance.audio) + utterance.command:
         raise DataError("a file name with a line break cannot stand in wav.scp", where=f"utterance {utterance.id}")

@@ -26,7 +26,7 @@ def import_lhotse(recordings: Path, supervisions: Path, *, root: Path | None = N
         if recording not in sources:
             raise DataError(f"supervision {id} is of recording {recording}, which the manifest lacks", where=where)
         if id in utterances:
-            raise DataError(f"supervision {id} stands there twice", where=where, do="remove one of them")
+            raise DataError(f"supervision {id} stands there twice", where=where, hint="remove one of them")
         try:
             start, length = float(item.get("start", 0.0)), float(item["duration"])
         except (KeyError, TypeError, ValueError):
@@ -45,7 +45,7 @@ def _source(item: dict[str, Any], manifest: Path, root: Path | None, allow_pipes
     id, found = item["id"], item.get("sources")
     if not isinstance(found, list) or len(found) != 1 or found[0].get("channels") != [0]:
         raise DataError(
-            f"recording {id} is not one file of one channel", where=where, do="write its channels to files of their own"
+            f"recording {id} is not one file of one channel", where=where, hint="write its channels to files of their own"
         )
     kind, source = found[0].get("type"), str(found[0].get("source", ""))
     if kind == "command" and allow_pipes:
@@ -54,12 +54,12 @@ def _source(item: dict[str, Any], manifest: Path, root: Path | None, allow_pipes
         raise DataError(
             f"recording {id} is a {kind}, not a file",
             where=where,
-            do="save the audio to files first" + (", or allow pipes if you trust the manifest" if kind == "command" else ""),
+            hint="save the audio to files first" + (", or allow pipes if you trust the manifest" if kind == "command" else ""),
         )
     path = (root or manifest.parent) / source
     if not path.is_file():
         raise DataError(
-            f"there is no audio file {path} (recording {id})", where=where, do="name the folder its path starts from"
+            f"there is no audio file {path} (recording {id})", where=where, hint="name the folder its path starts from"
         )
     return path, ""
 
@@ -76,7 +76,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     raise DataError("a line of a manifest must be an object", where=where)
                 yield where, item
     except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"cannot read the manifest: {error}", where=str(path), do="give a .jsonl or .jsonl.gz file") from None
+        raise DataError(f"cannot read the manifest: {error}", where=str(path), hint="give a .jsonl or .jsonl.gz file") from None
 
 
 def _text(item: dict[str, Any], key: str, where: str) -> str:

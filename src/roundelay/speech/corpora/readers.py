@@ -28,22 +28,26 @@ AUDIOMNIST_TEST_FROM = 49
 def read(kind: str, folder: Path) -> Sets:
     """The sets of a corpus."""
     if kind not in PUBLISHERS:
-        raise UsageError(f"no reader for a corpus '{kind}'", where="corpus", do=did_you_mean(kind, PUBLISHERS))
+        raise UsageError(f"no reader for a corpus '{kind}'", where="corpus", hint=did_you_mean(kind, PUBLISHERS))
     if not folder.is_dir():
         raise DataError(
-            "the corpus is not there", where=str(folder), do=f"download it ({ADDRESSES[kind]}) and give its folder with root=…"
+            "the corpus is not there",
+            where=str(folder),
+            hint=f"download it ({ADDRESSES[kind]}) and give its folder with root=…",
         )
     kaldi = sorted(p.parent for p in folder.glob("*/wav.scp"))
     if kaldi:
         return {p.name: read_data_dir(p, root=folder).utterances for p in kaldi}
     if kind == "kaldi":
-        raise DataError("no data directories (DIR/wav.scp) in this folder", where=str(folder), do="make train/ and test/ in it")
+        raise DataError(
+            "no data directories (DIR/wav.scp) in this folder", where=str(folder), hint="make train/ and test/ in it"
+        )
     sets = PUBLISHERS[kind](folder)
     if not any(sets.values()):
         raise DataError(
             f"this folder does not look like {kind} as its publisher lays it out",
             where=str(folder),
-            do=f"see {ADDRESSES[kind]}",
+            hint=f"see {ADDRESSES[kind]}",
         )
     return {name: sorted(utterances, key=lambda u: u.id) for name, utterances in sets.items()}
 
@@ -100,11 +104,11 @@ def librispeech(folder: Path) -> Sets:
             audio = listing.parent / f"{name}.flac"
             if not text.strip():
                 raise DataError(
-                    f"utterance {name} has no transcript", where=f"{listing}:{number}", do="mend or remove the line"
+                    f"utterance {name} has no transcript", where=f"{listing}:{number}", hint="mend or remove the line"
                 )
             if not audio.is_file():
                 raise DataError(
-                    f"utterance {name} has no recording {audio.name}", where=f"{listing}:{number}", do="unpack it again"
+                    f"utterance {name} has no recording {audio.name}", where=f"{listing}:{number}", hint="unpack it again"
                 )
             sets[where].append(Utterance(name, name.rsplit("-", 1)[0], tuple(text.split()), audio))
     return sets

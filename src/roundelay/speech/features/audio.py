@@ -37,14 +37,14 @@ def read_audio(utterance: Utterance, rate: int, *, resample: bool = False, longe
                 raise DataError(
                     f"the audio has {found} samples per second, not {rate}",
                     where=where,
-                    do=f"set rate to {found}, or allow resampling",
+                    hint=f"set rate to {found}, or allow resampling",
                 )
     except (soundfile.LibsndfileError, OSError) as error:
         raise DataError(
-            f"the audio cannot be read: {_reason(error)}", where=where, do="replace the file, or take the utterance out"
+            f"the audio cannot be read: {_reason(error)}", where=where, hint="replace the file, or take the utterance out"
         ) from None
     if not np.isfinite(samples).all():
-        raise DataError("the audio holds samples that are not numbers", where=where, do="replace the file")
+        raise DataError("the audio holds samples that are not numbers", where=where, hint="replace the file")
     return samples if found == rate else resampled(samples, found, rate)
 
 
@@ -54,7 +54,7 @@ def _cut(opened: Any, utterance: Utterance, where: str, longest_s: float) -> np.
         raise DataError(
             f"the audio has {opened.channels} channels",
             where=where,
-            do="write one file per channel (sox in.wav out.wav remix 1)",
+            hint="write one file per channel (sox in.wav out.wav remix 1)",
         )
     first = round(utterance.start * found)
     last = opened.frames if utterance.end is None else round(utterance.end * found)
@@ -62,16 +62,16 @@ def _cut(opened: Any, utterance: Utterance, where: str, longest_s: float) -> np.
         raise DataError(
             f"the segment {utterance.start} s to {last / found:.3f} s leaves its recording of {opened.frames / found:.3f} s",
             where=where,
-            do="mend the times in segments",
+            hint="mend the times in segments",
         )
     last = min(last, opened.frames)
     if last <= first:
-        raise DataError("the audio is empty", where=where, do="replace the file, or take the utterance out")
+        raise DataError("the audio is empty", where=where, hint="replace the file, or take the utterance out")
     if last - first > longest_s * found:
         raise DataError(
             f"the utterance lasts {(last - first) / found:.1f} s, longer than the {longest_s:g} s allowed",
             where=where,
-            do="cut it into segments, or raise longest_s (in a recipe: features.longest_s)",
+            hint="cut it into segments, or raise longest_s (in a recipe: features.longest_s)",
         )
     memory_guard.require(BYTES_PER_SAMPLE * (last - first), f"an utterance of {(last - first) / found:.0f} s", where)
     opened.seek(first)
@@ -80,7 +80,7 @@ def _cut(opened: Any, utterance: Utterance, where: str, longest_s: float) -> np.
         raise DataError(
             f"the audio ends after {first + len(samples)} samples of {opened.frames}: it was cut off",
             where=where,
-            do="replace the file, or take the utterance out",
+            hint="replace the file, or take the utterance out",
         )
     return samples
 
@@ -102,5 +102,5 @@ def resampled(samples: np.ndarray, found: float, rate: float) -> np.ndarray:
     try:
         import soxr
     except ImportError:
-        raise UsageError("resampling needs the soxr package", do="pip install 'roundelay[asr]'") from None
+        raise UsageError("resampling needs the soxr package", hint="pip install 'roundelay[asr]'") from None
     return np.asarray(soxr.resample(samples, found, rate), np.float32)

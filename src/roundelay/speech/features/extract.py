@@ -57,10 +57,10 @@ class FeatureOptions:
             raise UsageError(f"filters from {self.low_hz} Hz to {top} Hz at {self.rate} samples per second", where="features")
         if self.mels < 1 or not 0 <= self.deltas <= 2:
             raise UsageError(
-                f"{self.mels} filters with {self.deltas} orders of deltas", where="features", do="deltas: 0, 1 or 2"
+                f"{self.mels} filters with {self.deltas} orders of deltas", where="features", hint="deltas: 0, 1 or 2"
             )
         if self.cmvn not in ("speaker", "utterance", "none"):
-            raise UsageError(f"cmvn cannot be '{self.cmvn}'", where="features", do="choose one of: speaker, utterance, none")
+            raise UsageError(f"cmvn cannot be '{self.cmvn}'", where="features", hint="choose one of: speaker, utterance, none")
 
 
 @dataclass

@@ -69,7 +69,7 @@ class FeatureStore:
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             if index["format"] != FORMAT:
                 raise DataError(
-                    f"the features have format {index['format']}, this version reads {FORMAT}", where=str(folder), do=do
+                    f"the features have format {index['format']}, this version reads {FORMAT}", where=str(folder), hint=do
                 )
             mels, count = int(index["options"]["mels"]), len(index["utterances"])
             frames = sum(int(row[2]) for row in index["utterances"])
@@ -77,12 +77,12 @@ class FeatureStore:
             data = np.memmap(folder / DATA, np.uint8, mode="r").reshape(-1, mels)
         except FileNotFoundError as error:
             raise DataError(
-                "there are no features here, or not all of them", where=str(error.filename or folder), do=do
+                "there are no features here, or not all of them", where=str(error.filename or folder), hint=do
             ) from None
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise DataError(f"the features cannot be read: {error}", where=str(folder), do=do) from None
+            raise DataError(f"the features cannot be read: {error}", where=str(folder), hint=do) from None
         if len(data) != frames or ranges.shape != (count, 2, mels):
-            raise DataError(f"the features hold {len(data)} frames, their index speaks of {frames}", where=str(folder), do=do)
+            raise DataError(f"the features hold {len(data)} frames, their index speaks of {frames}", where=str(folder), hint=do)
         return cls(folder, index, data, ranges)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -258,7 +258,7 @@ class ConcatFeatures:
                 raise DataError(
                     f"utterance {id} has {n} frames in one stream and {longest} in another",
                     where=f"{stream.name} of {self.name}",
-                    do=f"streams may have the same number of frames, one in {HELD_FRAMES}, or a single row",
+                    hint=f"streams may have the same number of frames, one in {HELD_FRAMES}, or a single row",
                 )
         return total
 
@@ -285,7 +285,9 @@ def _open_stream(part: str) -> FeatureStore | KaldiFeatures | AdaptedFeatures:
     chosen = {word.strip() for word in options.rstrip("]").split(",") if word.strip()}
     if not path.endswith(".scp") or not chosen <= {"cmvn", "deltas"} or (options and not part.endswith("]")):
         raise UsageError(
-            f"'{part}' names no features", where="features", do="give a folder of features, feats.scp or feats.scp[cmvn,deltas]"
+            f"'{part}' names no features",
+            where="features",
+            hint="give a folder of features, feats.scp or feats.scp[cmvn,deltas]",
         )
     return KaldiFeatures(Path(path), cmvn="cmvn" in chosen, deltas="deltas" in chosen)
 

@@ -144,7 +144,7 @@ class Matrices(Mapping[str, np.ndarray]):
                 continue
             id, place = (*line.split(None, 1), "")[:2]
             if id in self._places:
-                raise DataError(f"'{id}' stands there twice", where=where, do="remove one of the lines")
+                raise DataError(f"'{id}' stands there twice", where=where, hint="remove one of the lines")
             self._places[id] = (*_place(place.strip(), self.scp.parent, where), where)
 
     def __iter__(self) -> Iterator[str]:
@@ -182,10 +182,10 @@ class Matrices(Mapping[str, np.ndarray]):
 def _place(text: str, folder: Path, where: str) -> tuple[Path, int]:
     if not text or text.endswith("|") or text.startswith("|"):
         raise DataError(
-            "the list holds a command or nothing", where=where, do="write the matrices to an archive first; no command is run"
+            "the list holds a command or nothing", where=where, hint="write the matrices to an archive first; no command is run"
         )
     if text.endswith("]"):
-        raise DataError("ranges of rows are not read", where=where, do="write the matrices out (copy-feats)")
+        raise DataError("ranges of rows are not read", where=where, hint="write the matrices out (copy-feats)")
     name, _, offset = text.rpartition(":")
     path, at = (Path(name), int(offset)) if name and offset.isdigit() else (Path(text), 0)
     return (path if path.is_absolute() or path.exists() else folder / path), at
@@ -231,7 +231,7 @@ def read_pdf_alignments(path: Path, transitions: np.ndarray | None = None) -> di
             if transitions is not None:
                 if len(values) and (values.min() < 1 or values.max() >= len(transitions)):
                     raise DataError(
-                        f"utterance {id} has a transition-id the model lacks", where=str(file), do="use its own final.mdl"
+                        f"utterance {id} has a transition-id the model lacks", where=str(file), hint="use its own final.mdl"
                     )
                 values = transitions[values]
             elif len(values) and values.min() < 0:
@@ -292,7 +292,7 @@ def read_transitions(model: Path) -> np.ndarray:
     except OSError as error:
         raise DataError(f"cannot read the model: {error}", where=str(model)) from None
     if b"\0" in content[:64]:
-        raise DataError("the model is binary", where=str(model), do="gmm-copy --binary=false final.mdl final.txt")
+        raise DataError("the model is binary", where=str(model), hint="gmm-copy --binary=false final.mdl final.txt")
     text = content.decode("utf-8", errors="replace")
     try:
         return _transition_pdfs(text)

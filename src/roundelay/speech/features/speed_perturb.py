@@ -21,7 +21,7 @@ def at_other_speeds(
     """A copy of every utterance for each speed, as new speakers: a voice at another speed is another voice."""
     for speed in speeds:
         if not SLOWEST <= speed <= FASTEST or speed == 1.0:
-            raise UsageError(f"speed {speed:g} is no use", where="speeds", do=f"give {SLOWEST:g} to {FASTEST:g}, without 1")
+            raise UsageError(f"speed {speed:g} is no use", where="speeds", hint=f"give {SLOWEST:g} to {FASTEST:g}, without 1")
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [(utterance, speed) for speed in speeds for utterance in utterances]
     return list(

@@ -85,19 +85,19 @@ def read_fst(path: str | Path) -> Any:
         with path.open("rb") as stream:
             beginning = stream.read(256)
     except OSError as error:
-        raise DataError(f"the graph cannot be read: {error.strerror}", where=str(path), do="check the path") from None
+        raise DataError(f"the graph cannot be read: {error.strerror}", where=str(path), hint="check the path") from None
     kind, arc, start, states, _, _ = header(beginning, str(path))
     if kind not in ("vector", "const") or arc != "standard":
         raise DataError(
-            f"a graph of type {kind}, {arc}", where=str(path), do="convert it: fstconvert --fst_type=const HCLG.fst"
+            f"a graph of type {kind}, {arc}", where=str(path), hint="convert it: fstconvert --fst_type=const HCLG.fst"
         )
     if start < 0 or states == 0:
-        raise DataError("the graph is empty", where=str(path), do="build it again")
+        raise DataError("the graph is empty", where=str(path), hint="build it again")
     if kind == "const" and path.stat().st_size < STATE.itemsize * states:
-        raise DataError("the graph is cut off", where=str(path), do="build it or copy it again")
+        raise DataError("the graph is cut off", where=str(path), hint="build it or copy it again")
     found = (kaldifst.StdConstFst if kind == "const" else kaldifst.StdVectorFst).read(str(path))
     if found is None:
-        raise DataError("the graph cannot be read", where=str(path), do="build it or copy it again")
+        raise DataError("the graph cannot be read", where=str(path), hint="build it or copy it again")
     return found
 
 
@@ -106,12 +106,12 @@ def header(content: bytes, where: str) -> tuple[str, str, int, int, int, int]:
     try:
         (magic,) = struct.unpack_from("<i", content, 0)
         if magic != MAGIC:
-            raise DataError("not a transducer of OpenFst", where=where, do="give HCLG.fst in binary form")
+            raise DataError("not a transducer of OpenFst", where=where, hint="give HCLG.fst in binary form")
         kind, at = _read_text(content, 4)
         arc, at = _read_text(content, at)
         _, _, _, start, states, arcs = struct.unpack_from("<iiQqqq", content, at)
     except struct.error:
-        raise DataError("the graph is cut off", where=where, do="build it or copy it again") from None
+        raise DataError("the graph is cut off", where=where, hint="build it or copy it again") from None
     return kind, arc, start, states, arcs, at + struct.calcsize("<iiQqqq")
 
 

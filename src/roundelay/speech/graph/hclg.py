@@ -96,7 +96,7 @@ def build_graph(
     ngram = language if isinstance(language, Ngram) else read_arpa(language)
     pause = getattr(model, "silence_probability", 0.5) if silence_probability is None else silence_probability
     if not 0 < pause < 1:
-        raise UsageError(f"a silence probability of {pause}", where="silence_probability", do="choose one between 0 and 1")
+        raise UsageError(f"a silence probability of {pause}", where="silence_probability", hint="choose one between 0 and 1")
     loops = _checked_loops(model)
     symbols = Symbols(model.lexicon_phones, lexicon.entries, ngram)
 
@@ -179,7 +179,7 @@ def _row(model: HmmTopology, window: list[int]) -> tuple[tuple[int, int, int], .
     for _, state, pdf in row:
         if not 0 <= pdf < model.num_pdfs:
             name = "-".join(model.lexicon_phones[p] for p in (left, phone, right))
-            raise DataError(f"the model gives pdf {pdf} of {model.num_pdfs} for state {state} of {name}", do="train it again")
+            raise DataError(f"the model gives pdf {pdf} of {model.num_pdfs} for state {state} of {name}", hint="train it again")
     return row
 
 
@@ -237,10 +237,10 @@ def _arcs(source: np.ndarray, reads: Any, writes: Any, cost: Any, target: np.nda
 def _checked_loops(model: HmmTopology) -> np.ndarray:
     loops = np.asarray(model.self_loop, np.float64)
     if loops.shape != (model.num_pdfs,):
-        raise DataError(f"{loops.shape} self-loop probabilities for {model.num_pdfs} pdfs", do="train the model again")
+        raise DataError(f"{loops.shape} self-loop probabilities for {model.num_pdfs} pdfs", hint="train the model again")
     bad = np.flatnonzero(~((loops >= 0) & (loops < 1)))
     if len(bad):
-        raise DataError(f"the self-loop probability of pdf {bad[0]} is {loops[bad[0]]}", do="train the model again")
+        raise DataError(f"the self-loop probability of pdf {bad[0]} is {loops[bad[0]]}", hint="train the model again")
     return loops
 
 
@@ -316,24 +316,24 @@ def load_graph(folder: str | Path, *, lexicon: Pronunciations | None = None, mod
         pdfs, format_ = int(record["num_pdfs"]), int(record["format"])
         hashes = {name: str(record[name]) for name in ("fst", "lexicon", "model")}
     except OSError:
-        raise DataError("there is no finished decoding graph", where=where, do="build it with build_graph") from None
+        raise DataError("there is no finished decoding graph", where=where, hint="build it with build_graph") from None
     except (ValueError, KeyError, TypeError):
-        raise DataError("the record of the decoding graph is damaged", where=where, do="build the graph again") from None
+        raise DataError("the record of the decoding graph is damaged", where=where, hint="build the graph again") from None
     if format_ > FORMAT:
-        raise DataError(f"a decoding graph of format {format_}, written by a later version", where=where, do="build it again")
+        raise DataError(f"a decoding graph of format {format_}, written by a later version", where=where, hint="build it again")
     if not (folder / "HCLG.fst").exists() or _file_hash(folder / "HCLG.fst") != hashes["fst"]:
-        raise DataError("HCLG.fst is not the one the record speaks of", where=where, do="build the graph again")
+        raise DataError("HCLG.fst is not the one the record speaks of", where=where, hint="build the graph again")
     if lexicon is not None and lexicon_fingerprint(lexicon) != hashes["lexicon"]:
         raise DataError(
             "the decoding graph was built from another lexicon",
             where=where,
-            do="decode with the run's own lexicon, or build it again",
+            hint="decode with the run's own lexicon, or build it again",
         )
     if model is not None and model_fingerprint(model) != hashes["model"]:
         raise DataError(
             "the decoding graph was built for another acoustic model",
             where=where,
-            do="decode with the run's own model, or build it again",
+            hint="decode with the run's own model, or build it again",
         )
     return Graph(folder / "HCLG.fst", folder / "words.txt", pdfs, None, record)
 
@@ -346,12 +346,12 @@ def own_graph(
         transitions = np.asarray(transitions)
         if transitions.ndim != 1 or len(transitions) < 2 or transitions[1:].min() < 0:
             raise DataError(
-                "the table of transition-ids is empty or holds negative pdfs", do="read it from the graph's final.mdl"
+                "the table of transition-ids is empty or holds negative pdfs", hint="read it from the graph's final.mdl"
             )
         least = int(transitions[1:].max()) + 1
         if num_pdfs is not None and num_pdfs < least:
             raise DataError(
-                f"the transition-ids name {least} pdfs, the scores have {num_pdfs}", do="use the model the graph was made for"
+                f"the transition-ids name {least} pdfs, the scores have {num_pdfs}", hint="use the model the graph was made for"
             )
     return Graph(Path(fst), Path(words), num_pdfs, transitions)
 

@@ -120,13 +120,13 @@ class Fit:
 def estimate(sentences: Iterable[Sequence[str]], order: int = 2, vocabulary: Iterable[str] | None = None) -> Ngram:
     """Interpolated Kneser-Ney. The vocabulary defaults to the words of the text; its other words get their share of 1/|V|."""
     if not 1 <= order <= HIGHEST_ORDER:
-        raise UsageError(f"an n-gram model of order {order}", where="order", do=f"choose 1 to {HIGHEST_ORDER}")
+        raise UsageError(f"an n-gram model of order {order}", where="order", hint=f"choose 1 to {HIGHEST_ORDER}")
     given = None if vocabulary is None else set(vocabulary) - {BEGIN, END}
     raw, outside = _count(sentences, order, given)
     words = {gram[0] for gram in raw[0]} | (given or set()) | {END}
     words.discard(BEGIN)
     if words == {END}:
-        raise DataError("no word to estimate a language model from", do="give a text, or at least a vocabulary")
+        raise DataError("no word to estimate a language model from", hint="give a text, or at least a vocabulary")
     counts = _continuations(raw)
     discounts = [_discounts(table) for table in counts]
     model = _interpolate(counts, discounts, words)
@@ -138,7 +138,7 @@ def one_of(words: Iterable[str]) -> Ngram:
     """A sentence is one of these words, all equally likely: nothing, or two of them, cannot be said."""
     chosen = sorted(set(words))
     if not chosen:
-        raise DataError("no word to choose from", do="give at least one")
+        raise DataError("no word to choose from", hint="give at least one")
     share = -math.log10(len(chosen))
     unigrams: dict[Gram, float] = {**{(word,): share for word in chosen}, (END,): share, (BEGIN,): LOWEST}
     bigrams: dict[Gram, float] = {**{(BEGIN, word): share for word in chosen}, **{(word, END): 0.0 for word in chosen}}
@@ -155,7 +155,9 @@ def _count(
         marked = {BEGIN, END}.intersection(sentence)
         if marked:
             raise DataError(
-                f"{marked.pop()} stands inside a sentence", where=f"sentence {number}", do="leave the marks out: they are added"
+                f"{marked.pop()} stands inside a sentence",
+                where=f"sentence {number}",
+                hint="leave the marks out: they are added",
             )
         if vocabulary is not None:
             outside.update(word for word in sentence if word not in vocabulary)
@@ -229,14 +231,14 @@ def read_arpa(path: str | Path) -> Ngram:
             return reader.read(lines)
     except OSError as error:
         raise DataError(
-            f"the language model cannot be read: {error.strerror or error}", where=str(path), do="check the path"
+            f"the language model cannot be read: {error.strerror or error}", where=str(path), hint="check the path"
         ) from None
     except UnicodeDecodeError:
         raise DataError(
-            "the language model is not UTF-8", where=f"{path}, after line {reader.line}", do="convert the file"
+            "the language model is not UTF-8", where=f"{path}, after line {reader.line}", hint="convert the file"
         ) from None
     except EOFError:
-        raise DataError("the compressed file ends early", where=str(path), do="copy it again") from None
+        raise DataError("the compressed file ends early", where=str(path), hint="copy it again") from None
 
 
 class _ArpaReader:
@@ -312,7 +314,7 @@ class _ArpaReader:
             backoffs[gram] = backoff
 
     def _bad(self, what: str, do: str = "check the file, or estimate the model again") -> DataError:
-        return DataError(what, where=f"{self.path}, line {self.line}", do=do)
+        return DataError(what, where=f"{self.path}, line {self.line}", hint=do)
 
 
 def _open(path: str | Path, mode: str) -> IO[str]:

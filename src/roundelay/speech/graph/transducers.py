@@ -30,7 +30,7 @@ class Symbols:
             raise DataError(
                 "no word of the language model has a pronunciation",
                 where=f"{len(predicted)} words, for example {', '.join(repr(w) for w in sorted(predicted)[:3])}",
-                do="check that the lexicon and the text use the same case",
+                hint="check that the lexicon and the text use the same case",
             )
         self.words = {word: number for number, word in enumerate(known, 1)}
         self.backoff_word = len(known) + 1
@@ -55,14 +55,15 @@ class Symbols:
     def _phone(self, phone: str, word: str) -> int:
         if phone not in self.phones:
             raise DataError(
-                f"the model does not know phone '{phone}' of the word '{word}'", do="use the lexicon the model was trained with"
+                f"the model does not know phone '{phone}' of the word '{word}'",
+                hint="use the lexicon the model was trained with",
             )
         return self.phones[phone]
 
     @staticmethod
     def _cost(probability: float, word: str) -> float:
         if not 0 < probability <= 1.0001:
-            raise DataError(f"a pronunciation of '{word}' has probability {probability}", do="give one between 0 and 1")
+            raise DataError(f"a pronunciation of '{word}' has probability {probability}", hint="give one between 0 and 1")
         return -math.log(probability)
 
     def _homophone_marks(self) -> list[int]:
@@ -71,7 +72,7 @@ class Symbols:
         if () in spoken:
             word = next(number for number, phones, _ in self.pronunciations if not phones)
             name = next(w for w, number in self.words.items() if number == word)
-            raise DataError(f"the word '{name}' has an empty pronunciation", do="give it phones, or remove it")
+            raise DataError(f"the word '{name}' has an empty pronunciation", hint="give it phones, or remove it")
         begun = {phones[:n] for phones in spoken for n in range(1, len(phones))}
         used: Counter[tuple[int, ...]] = Counter()
         marks = []
@@ -163,7 +164,7 @@ def grammar_fst(ngram: Ngram, symbols: Symbols) -> Any:
             made.arc(state, symbols.backoff_word, EPSILON, _cost(weight) + skipped, target)
     kaldifst.connect(made.fst)
     if made.fst.start < 0:
-        raise DataError("the language model allows no sentence", do="check that it predicts </s>")
+        raise DataError("the language model allows no sentence", hint="check that it predicts </s>")
     return made.fst
 
 

@@ -48,20 +48,20 @@ class Alignments:
         try:
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             if index["format"] != FORMAT:
-                raise DataError(f"the alignments have format {index['format']}, not {FORMAT}", where=str(folder), do=do)
+                raise DataError(f"the alignments have format {index['format']}, not {FORMAT}", where=str(folder), hint=do)
             frames = sum(row["frames"] for row in index["utterances"])
             pdfs = np.load(folder / DATA, mmap_mode="r", allow_pickle=False)
             if pdfs.dtype != np.int32 or pdfs.shape != (frames,):
                 raise DataError(
                     f"{DATA} holds {pdfs.dtype} {list(pdfs.shape)}, the index speaks of {frames} frames",
                     where=str(folder),
-                    do=do,
+                    hint=do,
                 )
             return cls(folder, index, pdfs)
         except FileNotFoundError as error:
-            raise DataError("there are no alignments here", where=str(error.filename or folder), do=do) from None
+            raise DataError("there are no alignments here", where=str(error.filename or folder), hint=do) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"the alignments cannot be read: {error}", where=str(folder), do=do) from None
+            raise DataError(f"the alignments cannot be read: {error}", where=str(folder), hint=do) from None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -123,7 +123,7 @@ def align_all(
             raise DataError(
                 f"the word '{missing[0]}' has no pronunciation",
                 where=f"utterance {utterance.id} of {corpus.folder}",
-                do="add it to the lexicon, or skip utterances with unknown words",
+                hint="add it to the lexicon, or skip utterances with unknown words",
             )
         if reason:
             skipped[utterance.id] = reason
@@ -157,7 +157,7 @@ def write_states(folder: Path, states: Mapping[str, Array], num_pdfs: int, *, wh
     for id, pdfs in states.items():
         if len(pdfs) and not 0 <= pdfs.min() <= pdfs.max() < num_pdfs:
             what = f"utterance {id} is aligned to pdf {pdfs.max() if pdfs.max() >= num_pdfs else pdfs.min()} of {num_pdfs}"
-            raise DataError(what, where=where or str(folder), do="give the number of pdfs that the alignments were made with")
+            raise DataError(what, where=where or str(folder), hint="give the number of pdfs that the alignments were made with")
     return _write(Path(folder), states, {}, num_pdfs, {})
 
 
@@ -185,7 +185,7 @@ def _align_one(utterance: Utterance, model: AlignmentModel, store: Stream, lexic
     try:
         return model.align_features(model.features(store.static(utterance.id)), utterance.words, graph, utterance.id)
     except DataError as error:
-        return error.what
+        return error.message
 
 
 def _align_scored(utterance: Utterance, model: AlignmentModel, loglikes: Scores, lexicon: Lexicon) -> Alignment | str:
@@ -193,7 +193,7 @@ def _align_scored(utterance: Utterance, model: AlignmentModel, loglikes: Scores,
     try:
         return model.align_scores(scores, utterance.words, lexicon, utterance.id)
     except DataError as error:
-        return error.what
+        return error.message
 
 
 def _first(skipped: dict[str, str]) -> str:
@@ -206,12 +206,12 @@ def matched(features: Stream, targets: Alignments, where: str) -> list[str]:
     have = set(features.ids)
     found = [name for name in targets.ids if name in have]
     if not found:
-        raise DataError("no utterance has both features and an alignment", where=where, do="align the same data directory")
+        raise DataError("no utterance has both features and an alignment", where=where, hint="align the same data directory")
     for name in found:
         if features.frames(name) != len(targets[name]):
             raise DataError(
                 f"utterance {name} has {features.frames(name)} frames of features and {len(targets[name])} of alignment",
                 where=where,
-                do="align again: the features were made anew, or with another frame shift",
+                hint="align again: the features were made anew, or with another frame shift",
             )
     return found

@@ -40,7 +40,7 @@ def from_ipa(ipa: str) -> tuple[str, ...]:
         else:
             if text[at] not in IGNORED:
                 raise DataError(
-                    f"the sound '{text[at]}' has no ARPAbet phone", where=f"pronunciation {ipa}", do="write it by hand"
+                    f"the sound '{text[at]}' has no ARPAbet phone", where=f"pronunciation {ipa}", hint="write it by hand"
                 )
             at += 1
     return tuple(found)

@@ -107,7 +107,7 @@ class UtteranceBlock:
                     self.keys[id] = model.align_features(x, words, self.graph(id, words, model, edges), id).keys
                 except DataError as error:
                     self.keys.pop(id, None)
-                    found.skipped[id] = error.what
+                    found.skipped[id] = error.message
             keys = self.keys.get(id)
             if keys is None:
                 continue
@@ -222,11 +222,11 @@ class EmWorkers:
             for _, pipe in self._workers:
                 kind, value = pipe.recv()
                 if kind == "error":
-                    raise DataError(value[0], where=value[1], do=value[2])
+                    raise DataError(value[0], where=value[1], hint=value[2])
                 answers.append(value)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             do = "see its message above; with too little memory use fewer jobs"
-            raise RoundelayError("a process that aligns utterances has died", do=do) from None
+            raise RoundelayError("a process that aligns utterances has died", hint=do) from None
         blocks = sum(map(len, answers))
         return [answers[n % self.jobs][n // self.jobs] for n in range(blocks)]
 
@@ -256,7 +256,7 @@ def _serve(pipe: Connection, shares: Sequence[Any], store: FeatureSource, lexico
         try:
             answer = ("done", [getattr(block, method)(*arguments) for block in blocks])
         except RoundelayError as error:
-            answer = ("error", (error.what, error.where, error.do))  # type: ignore[assignment]
+            answer = ("error", (error.message, error.where, error.hint))  # type: ignore[assignment]
         try:
             pipe.send(answer)
         except OSError:  # whoever asked has been interrupted

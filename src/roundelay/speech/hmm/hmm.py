@@ -285,12 +285,12 @@ class AlignmentModel:
         found = lexicon.entries.get(word)
         if not found:
             do = "add it to the lexicon, or leave out utterances with unknown words"
-            raise DataError(f"the word '{word}' has no pronunciation", where=where, do=do)
+            raise DataError(f"the word '{word}' has no pronunciation", where=where, hint=do)
         for phones, _ in found:
             for phone in phones:
                 if phone not in self._index:
                     do = "train the model anew with this lexicon"
-                    raise DataError(f"the model does not know phone '{phone}' of the word '{word}'", where=where, do=do)
+                    raise DataError(f"the model does not know phone '{phone}' of the word '{word}'", where=where, hint=do)
         return [(tuple(self._index[phone] for phone in phones), float(np.log(max(p, 1e-10)))) for phones, p in found]
 
     def graph(self, words: Sequence[str], lexicon: Lexicon, name: str = "", *, edges: bool = False) -> UtteranceGraph:
@@ -318,7 +318,7 @@ class AlignmentModel:
     def checked_scores(self, loglikes: Array, name: str = "") -> Array:
         if loglikes.ndim != 2 or loglikes.shape[1] != self.num_pdfs:
             what = f"scores of shape {list(loglikes.shape)} for a model of {self.num_pdfs} states"
-            raise DataError(what, where=f"utterance {name}", do="score with a network trained on this model's alignments")
+            raise DataError(what, where=f"utterance {name}", hint="score with a network trained on this model's alignments")
         return loglikes
 
     def align_features(self, x: Array, words: Sequence[str], graph: UtteranceGraph, name: str = "") -> Alignment:
@@ -335,7 +335,7 @@ class AlignmentModel:
         try:
             score, path = best_path(scores, column, self.self_loop[pdfs], graph.arcs)
         except DataError as error:
-            raise DataError(error.what, where=where, do=error.do) from None
+            raise DataError(error.message, where=where, hint=error.hint) from None
         if not np.isfinite(score):
             raise DataError("no path: the scores of its frames are not finite numbers", where=where)
         node = graph.state_node[path]
@@ -393,7 +393,7 @@ class AlignmentModel:
         try:
             about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
             if about["format"] != FORMAT:
-                raise DataError(f"the alignment model has format {about['format']}, not {FORMAT}", where=str(folder), do=do)
+                raise DataError(f"the alignment model has format {about['format']}, not {FORMAT}", where=str(folder), hint=do)
             arrays = cast(dict[str, Array], load_file(folder / "model.safetensors"))
             return cls(
                 about["phones"],
@@ -406,9 +406,9 @@ class AlignmentModel:
                 frontend=Frontend(**about["frontend"], matrix=arrays.get("frontend.matrix")),
             )
         except FileNotFoundError as error:
-            raise DataError("there is no alignment model here", where=str(error.filename or folder), do=do) from None
+            raise DataError("there is no alignment model here", where=str(error.filename or folder), hint=do) from None
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise DataError(f"the alignment model cannot be read: {error}", where=str(folder), do=do) from None
+            raise DataError(f"the alignment model cannot be read: {error}", where=str(folder), hint=do) from None
 
 
 def _word_spans(visited: list[int], spans: list[tuple[int, int]], words: Sequence[str]) -> list[tuple[str, int, int]]:

@@ -41,17 +41,17 @@ class Lexicon:
             probability = _probability(rest[0]) if weighted else 1.0
             phones = tuple(rest[1:] if weighted else rest)
             if not phones:
-                raise DataError(f"the word '{word}' has no phones", where=where, do="write WORD PHONE PHONE ...")
+                raise DataError(f"the word '{word}' has no phones", where=where, hint="write WORD PHONE PHONE ...")
             if not weighted and any(_probability(phone) is not None for phone in phones):
                 raise DataError(
-                    f"'{word}' has a number among its phones", where=where, do="give every line a probability, or none"
+                    f"'{word}' has a number among its phones", where=where, hint="give every line a probability, or none"
                 )
             if probability is None or not 0 < probability <= 1:
                 raise DataError(f"the probability {rest[0]} of '{word}' is not between 0 and 1", where=where)
             known = entries.setdefault(word, [])
             if any(phones == other for other, _ in known):
                 raise DataError(
-                    f"the word '{word}' has the same pronunciation twice", where=where, do="remove one of the lines"
+                    f"the word '{word}' has the same pronunciation twice", where=where, hint="remove one of the lines"
                 )
             known.append((phones, probability))
         return cls(entries)
@@ -83,7 +83,7 @@ class Lexicon:
             raise DataError(
                 f"{len(absent)} words have no pronunciation: {', '.join(absent[:10])}{more}",
                 where=where,
-                do="add them to the lexicon; roundelay.speech.hmm.lexicon.pronounce makes entries for English words",
+                hint="add them to the lexicon; roundelay.speech.hmm.lexicon.pronounce makes entries for English words",
             )
 
     def prune(self, words: Iterable[str]) -> Lexicon:
@@ -131,7 +131,7 @@ def pronounce(words: Iterable[str], accents: Sequence[str] = ("en-us",)) -> Lexi
                 phones = from_ipa(ipa)
                 if not phones:
                     raise DataError(
-                        f"espeak-ng does not know how to say '{word}'", where=f"accent {accent}", do="write it by hand"
+                        f"espeak-ng does not know how to say '{word}'", where=f"accent {accent}", hint="write it by hand"
                     )
                 counts[word][phones] = counts[word].get(phones, 0) + 1
     return from_counts(counts)

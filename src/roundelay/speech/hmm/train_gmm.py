@@ -97,7 +97,7 @@ class SatOptions:
     def __post_init__(self) -> None:
         if not self.prior_frames > 0:
             raise UsageError(
-                f"prior_frames is {self.prior_frames:g}", where="sat", do="give some: who says nothing has no other transform"
+                f"prior_frames is {self.prior_frames:g}", where="sat", hint="give some: who says nothing has no other transform"
             )
 
 
@@ -346,7 +346,7 @@ def spoken_utterances(
             raise DataError(
                 f"the word '{missing[0]}' has no pronunciation",
                 where=f"utterance {utterance.id} of {corpus.folder}",
-                do="add it to the lexicon, or skip utterances with unknown words (on_missing='skip')",
+                hint="add it to the lexicon, or skip utterances with unknown words (on_missing='skip')",
             )
         if missing:
             unknown.update(missing[:1])

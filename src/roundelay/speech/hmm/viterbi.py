@@ -105,7 +105,7 @@ def best_path(scores: Array, column: Array, self_loop: Array, graph: StateGraph)
     if frames * graph.states > MOST_CELLS:
         raise DataError(
             f"too long to align in one piece: {frames} frames, {graph.states} states",
-            do="cut the recording into utterances with a segments file",
+            hint="cut the recording into utterances with a segments file",
         )
     back = np.empty((frames, graph.states), np.int16)
     stay, leave = np.log(self_loop, dtype=np.float64), np.log1p(-self_loop, dtype=np.float64)

@@ -66,7 +66,7 @@ def write_onnx(model: AcousticModel, path: Path, frames: int = 50) -> float:
         import onnx
         import onnxruntime
     except ImportError as error:
-        raise UsageError(f"writing ONNX needs {error.name}", where="export", do="pip install 'roundelay[onnx]'") from error
+        raise UsageError(f"writing ONNX needs {error.name}", where="export", hint="pip install 'roundelay[onnx]'") from error
     model.eval()
     onnx.save(onnx_graph(model), str(path))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -79,7 +79,7 @@ def write_onnx(model: AcousticModel, path: Path, frames: int = 50) -> float:
     if worst > TOLERANCE:
         path.unlink()
         raise DataError(
-            f"the ONNX model's log posteriors differ by {worst:.2g}", where=str(path), do="report this, with versions"
+            f"the ONNX model's log posteriors differ by {worst:.2g}", where=str(path), hint="report this, with versions"
         )
     return worst
 

@@ -95,7 +95,7 @@ class FrameTask:
             raise UsageError(
                 f"mask_mels = {mels}, mask_frames = {frames} do not fit these features",
                 where=self._features.name,
-                do=f"give a band of at most {static or 0} mels; pasted streams cannot be masked",
+                hint=f"give a band of at most {static or 0} mels; pasted streams cannot be masked",
             )
         return Masks(mels, frames, static)
 
@@ -106,7 +106,7 @@ class FrameTask:
             raise UsageError(
                 f"warp = {widest:g} does not fit these features",
                 where=self._features.name,
-                do="give a share below 0.5; only log-mels made here can be warped",
+                hint="give a share below 0.5; only log-mels made here can be warped",
             )
         of = self._features.options
         return Warp(widest, int(of["rate"]), int(of["mels"]), float(of["low_hz"]), float(of["high_hz"]))

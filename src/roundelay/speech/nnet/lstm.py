@@ -77,11 +77,11 @@ def model_folder(named: Path) -> Path:
 
 def preset_shape(name: str, **changes: Any) -> ModelShape:
     if name not in PRESETS:
-        raise UsageError(f"there is no model '{name}'", where="model", do=did_you_mean(name, PRESETS))
+        raise UsageError(f"there is no model '{name}'", where="model", hint=did_you_mean(name, PRESETS))
     known = {f.name for f in fields(ModelShape)}
     for key in changes:
         if key not in known:
-            raise UsageError(f"a model has no '{key}'", where=f"model {name}", do=did_you_mean(key, known))
+            raise UsageError(f"a model has no '{key}'", where=f"model {name}", hint=did_you_mean(key, known))
     return replace(PRESETS[name][0], **changes)
 
 
@@ -123,7 +123,7 @@ class AcousticModel(nn.Module):
             raise DataError(
                 f"the features have {features.shape[1]} dimensions, the model takes {self.shape.inputs}",
                 where="acoustic model",
-                do="use the features it was trained on",
+                hint="use the features it was trained on",
             )
         was_training = self.training
         self.eval()
@@ -142,7 +142,7 @@ class AcousticModel(nn.Module):
                 "that model has another shape: "
                 + ", ".join(f"{name} {getattr(other.shape, name)}, not {getattr(self.shape, name)}" for name in unlike),
                 where=str(folder),
-                do="give this one the same layers, hidden and bottleneck, and the same features",
+                hint="give this one the same layers, hidden and bottleneck, and the same features",
             )
         taken = {name: weights for name, weights in other.state_dict().items() if not name.startswith("outputs.")}
         self.load_state_dict({**self.state_dict(), **taken})
@@ -164,6 +164,6 @@ class AcousticModel(nn.Module):
             raise DataError(
                 f"this is not a readable acoustic model: {error}",
                 where=str(folder),
-                do="a model is two files, model.json and model.safetensors, as training and export write them",
+                hint="a model is two files, model.json and model.safetensors, as training and export write them",
             ) from error
         return model.eval()

@@ -34,7 +34,7 @@ def warped(samples: np.ndarray, found_rate: int, rate: int, warp: float) -> np.n
     try:
         import soxr
     except ImportError:
-        raise UsageError("speech synthesis needs the soxr package", do="pip install 'roundelay[synth]'") from None
+        raise UsageError("speech synthesis needs the soxr package", hint="pip install 'roundelay[synth]'") from None
     return np.asarray(soxr.resample(samples.astype(np.float32) / 32768, found_rate * warp, rate, quality="MQ"), np.float32)
 
 

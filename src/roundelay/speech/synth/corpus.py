@@ -52,14 +52,14 @@ class SynthOptions:
 
     def __post_init__(self) -> None:
         if not 8000 <= self.rate <= 22050:
-            raise UsageError(f"rate is {self.rate}", where="synth", do="choose 8000 or 16000")
+            raise UsageError(f"rate is {self.rate}", where="synth", hint="choose 8000 or 16000")
         if not self.snr[0] <= self.snr[1]:
-            raise UsageError(f"snr goes from {self.snr[0]} to {self.snr[1]} dB", where="synth", do="least first")
+            raise UsageError(f"snr goes from {self.snr[0]} to {self.snr[1]} dB", where="synth", hint="least first")
         for name in SETS:
             speakers, utterances = self.size(name)
             if not 0 < speakers <= utterances:
                 raise UsageError(
-                    f"{utterances} utterances of {speakers} speakers", where=f"synth, {name}", do="at least one each"
+                    f"{utterances} utterances of {speakers} speakers", where=f"synth, {name}", hint="at least one each"
                 )
 
     def size(self, name: str) -> tuple[int, int]:
@@ -115,7 +115,7 @@ def _check_voices() -> None:
     absent = set(VARIANTS) - espeak.variants()
     if absent:
         raise UsageError(
-            f"this espeak-ng lacks voice variants: {', '.join(sorted(absent))}", do="install espeakng-loader 0.2.4"
+            f"this espeak-ng lacks voice variants: {', '.join(sorted(absent))}", hint="install espeakng-loader 0.2.4"
         )
 
 

@@ -73,7 +73,7 @@ def _paths() -> tuple[str, str]:
         import espeakng_loader
     except ImportError:
         raise UsageError(
-            "speech synthesis needs espeak-ng, which is not installed", do="pip install 'roundelay[synth]'"
+            "speech synthesis needs espeak-ng, which is not installed", hint="pip install 'roundelay[synth]'"
         ) from None
     return espeakng_loader.get_library_path(), espeakng_loader.get_data_path()
 
@@ -91,7 +91,7 @@ def _fresh_library() -> Iterator[tuple[Any, int]]:
     try:
         rate = library.espeak_Initialize(SYNCHRONOUS, BUFFER_MS, os.fsencode(data), PHONEME_EVENTS | DO_NOT_EXIT)
         if rate <= 0:
-            raise RoundelayError("espeak-ng does not start", where=path, do="pip install --force-reinstall espeakng-loader")
+            raise RoundelayError("espeak-ng does not start", where=path, hint="pip install --force-reinstall espeakng-loader")
         ctypes.CDLL(None).srand(1)
         yield library, rate
         library.espeak_Terminate()
@@ -101,7 +101,7 @@ def _fresh_library() -> Iterator[tuple[Any, int]]:
         raise UsageError(
             "espeak-ng is also used by another part of this process, so its speech would not be repeatable",
             where=path,
-            do="synthesize in a process of its own",
+            hint="synthesize in a process of its own",
         )
 
 
@@ -116,10 +116,12 @@ def _still_loaded(path: str) -> bool:
 
 def _set_voice(library: Any, voice: str) -> None:
     if library.espeak_SetVoiceByName(voice.encode()) != 0:
-        raise UsageError(f"espeak-ng has no voice '{voice}'", do="'espeak-ng --voices=en' lists accents; en is British English")
+        raise UsageError(
+            f"espeak-ng has no voice '{voice}'", hint="'espeak-ng --voices=en' lists accents; en is British English"
+        )
     _, plus, variant = voice.partition("+")
     if plus and variant not in variants():
-        raise UsageError(f"espeak-ng has no voice variant '{variant}'", do="'espeak-ng --voices=variant' lists them")
+        raise UsageError(f"espeak-ng has no voice variant '{variant}'", hint="'espeak-ng --voices=variant' lists them")
 
 
 def say(words: Sequence[str], voice: str, manner: Manner) -> Spoken:

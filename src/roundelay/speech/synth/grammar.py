@@ -113,7 +113,7 @@ def draw(seed: int, counts: Mapping[str, int]) -> dict[str, list[tuple[str, ...]
             break
         idle = 0 if sentence not in found else idle + 1
         if idle > PATIENCE:
-            raise UsageError(f"the grammar has no {total} different sentences", do="ask for fewer utterances or less text")
+            raise UsageError(f"the grammar has no {total} different sentences", hint="ask for fewer utterances or less text")
         found[sentence] = None
     # Sets must look alike, though small templates run dry towards the end of a long drawing.
     shuffled = list(found)
