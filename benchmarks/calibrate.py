@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         _write(out, cluster_tree(here), found, "shm")
         if args.check:
             cluster = from_tree({"name": out.stem, **cluster_tree(here)})
-            halved = replace(cluster, slow=(StragglerModel(factor=2.0, learner=1),))
+            halved = replace(cluster, straggler=(StragglerModel(factor=2.0, learner=1),))
             for case, on, slow in (("equal", cluster, ""), ("one at half speed", halved, "1:2.0")):
                 found["checks"] += check_here(pool, case, on, slow, here, args)
     for mbit in links:
@@ -256,12 +256,12 @@ def real_run(context: DistributedContext, strategy: str, slow: str, batch: int, 
         done += learner.worker.step_info.local_samples
 
     task = Blstm()
-    options = EngineConfig(strategy=strategy, slow=slow, timeout_s=120.0)
+    options = EngineConfig(strategy=strategy, straggler=slow, timeout_s=120.0)
     plan = RunConfig(
         epochs=steps * batch * context.size / task.samples,
         batch=batch,
         lr=0.01,
-        evaluate=False,
+        eval_at_checkpoint=False,
         progress="none",
         on_step=on_step,
     )

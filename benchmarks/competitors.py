@@ -1,4 +1,4 @@
-"""Who can be measured: each contestant trains the same task for a while at one place and says how far it got.
+"""Who can be measured: each contestant trains the same task for a while at one context and says how far it got.
 
 ceiling     plain torch on the same cores, without any communication
 alone       our own engine without any communication: each learner is a job of its own
@@ -90,7 +90,7 @@ class Runner:
         """The batch of this step: learners walk through the epochs side by side."""
         samples, whole = self.task.samples, self.batch * self.context.size
         context = (self.steps * whole + self.context.rank * self.batch) % (samples - self.batch)
-        return self.task.batch(self.steps * whole // samples, context, place + self.batch)
+        return self.task.batch(self.steps * whole // samples, context, context + self.batch)
 
     def _timed(self, compute: Callable[[], None]) -> None:
         began = time.perf_counter()
@@ -165,7 +165,7 @@ class Runner:
         context, slow = self.context, self._slow_setting
         if self.entry.name == "alone":
             context, slow = single_process_context("cpu"), f"0:{self._slow}" if self._slow > 1.0 else ""
-        options = EngineConfig(strategy=self.entry.strategy, slow=slow, **dict(self.entry.options))
+        options = EngineConfig(strategy=self.entry.strategy, straggler=slow, **dict(self.entry.options))
         self.learner = learner = Learner(context, self.module, self._optimizer(self.module), options)
         self.learner.start()
         self._close.append(learner.close)
@@ -217,7 +217,7 @@ def contest(
     batch: int,
     slow: str,
     seconds: float,
-    wire: str,
+    backend: str,
     turns: int = 4,
 ) -> dict[str, dict[str, float]]:
     """One round: all contestants stand ready in this process and take turns of seconds / turns, forwards and backwards.
@@ -228,7 +228,7 @@ def contest(
     runners = []
     try:
         for number, entry in enumerate(entries):
-            runners.append(Runner(entry, own_place(context, number, wire), task, batch, slow, lr=0.01, momentum=0.9))
+            runners.append(Runner(entry, own_place(context, number, backend), task, batch, slow, lr=0.01, momentum=0.9))
         laps = [Timing() for _ in runners]
         steps = [warm(runner, seconds / turns) for runner in runners]
         for turn in range(turns):
@@ -250,11 +250,11 @@ def leave_torch() -> None:
         dist.destroy_process_group()
 
 
-def own_place(context: DistributedContext, number: int, wire: str) -> DistributedContext:
-    """A place of its own for each contestant, so that their keys and groups do not meet."""
+def own_place(context: DistributedContext, number: int, backend: str) -> DistributedContext:
+    """A context of its own for each contestant, so that their keys and groups do not meet."""
     store: Any = context.comm.store
     return create_context(
-        store.under(f"contestant/{number}/"), context.rank, context.size, "here", wire=wire, host="127.0.0.1", timeout_s=120.0,
+        store.under(f"contestant/{number}/"), context.rank, context.size, "here", backend=backend, host="127.0.0.1", timeout_s=120.0,
         device=torch.device("cpu"), machines=0, digest={},
     )  # fmt: skip
 

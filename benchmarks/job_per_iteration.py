@@ -44,7 +44,9 @@ def main() -> int:
     q.add_argument("--jobs-final", type=int, default=2)
     q.add_argument("--rate", type=float, default=0.25, help="effective rate at the beginning")
     q.add_argument("--rate-final", type=float, default=0.0, help="at the end, exponentially (Kaldi's); default: --schedule")
-    q.add_argument("--schedule", default="constant", choices=["constant", "cosine", "ibm"], help="as in roundelay train")
+    q.add_argument(
+        "--schedule", default="constant", choices=["constant", "cosine", "sqrt2_decay"], help="as in roundelay train"
+    )
     q.add_argument("--warmup-epochs", type=float, default=0.0)
     q.add_argument("--momentum", type=float, default=0.0)
     q.add_argument("--clip", type=float, default=0.0)

@@ -38,7 +38,7 @@ class Contestant:
     strategy: str
     settings: tuple[tuple[str, Any], ...] = ()
     epochs: float = EPOCHS
-    machines: int = 0
+    simulate_nodes: int = 0
 
 
 CONTESTANTS: dict[str, Contestant] = {
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--contestants", default=",".join(CONTESTANTS))
     p.add_argument("--epochs", type=float, default=EPOCHS, help="fewer for a look only: nobody has learnt enough to compare")
-    p.add_argument("--wire", default="shm", choices=["shm", "torchdist", "auto"])
+    p.add_argument("--backend", default="shm", choices=["shm", "torch", "auto"])
     args = p.parse_args(argv)
     sizes = [4] if args.quick else [int(n) for n in args.learners.split(",")]
     seeds = 1 if args.quick else args.seeds

@@ -31,7 +31,7 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=15)
     args = p.parse_args()
     torch.set_num_threads(1)
-    context = context_from_env(wire="mpi", host="auto", timeout_s=120, device="cpu", machines=0, digest={})
+    context = context_from_env(backend="mpi", host="auto", timeout_s=120, device="cpu", machines=0, digest={})
     comm: Any = context.comm
     assert isinstance(comm, MpiCommunicator)
     found: dict[str, dict[str, float]] = {}

@@ -136,7 +136,7 @@ class NetnsWorker:
             self.rank,
             self.size,
             self.machine,
-            wire="auto",
+            backend="auto",
             host=self.host,
             timeout_s=TIMEOUT_S,
             device=torch.device("cpu"),
@@ -166,7 +166,7 @@ class NetnsWorker:
         context = single_process_context("cpu") if entry.strategy == "single" else self.assign_(number)
         if entry.ours:
             return self._ours(entry, context, RunConfig(
-                epochs=samples / self.task.samples, batch=batch, lr=lr, momentum=momentum, evaluate=False, progress="none"
+                epochs=samples / self.task.samples, batch=batch, lr=lr, momentum=momentum, eval_at_checkpoint=False, progress="none"
             ))  # fmt: skip
         return self._torchs(entry, context, lr, momentum, batch, samples)
 
@@ -186,7 +186,7 @@ class NetnsWorker:
         summary = train(task, context, options, replace(plan, on_step=on_step))
         if run.learner is not None and run.learner.worker.is_node_leader:
             album.take(run.learner.flat.phi, run.samples, run.ended)  # by now the mean of all
-        exchanges = run.learner.worker.gossip_handle if run.learner is not None else None
+        gossip_handle = run.learner.worker.gossip_handle if run.learner is not None else None
         kept = ("steps", "exchanges", "bytes", "waiting_s", "own_s", "staleness_mean")
         return {
             "began": task.began,

@@ -1,7 +1,7 @@
 """roundelay bench overhead: what one exchange and one mean cost, beside what physics asks for.
 
 copy        one plain memory copy of the model's bytes: the least that any exchange can cost
-send_recv   a bare gloo send and receive of the model's bytes, both ways at once: the least that a wire between machines costs
+send_recv   a bare gloo send and receive of the model's bytes, both ways at once: the least that a backend between machines costs
 meet        one exchange of two learners, from the gradient that makes it due to both having the average
 mean        one global mean
 buffers     model-sized buffers a learner holds beyond weights, gradients and optimizer state, per strategy (measured)
@@ -60,14 +60,14 @@ def main(argv: Sequence[str]) -> int:
         results = between_machines(args.link, [SIZES[size] for size in args.sizes.split(",")], args.repeats)
         print(json.dumps({"results": results}) if args.json else table({"results": results}))
         return 0
-    for wire in ("shm", "torchdist", "mpi"):
-        if wire == "mpi" and find_spec("mpi4py") is None:
+    for backend in ("shm", "torch", "mpi"):
+        if backend == "mpi" and find_spec("mpi4py") is None:
             print("mpi: left out, mpi4py is not installed", file=sys.stderr, flush=True)
             continue
-        with MpiPool(2) if wire == "mpi" else ProcessPool(2, wire) as pool:
+        with MpiPool(2) if backend == "mpi" else ProcessPool(2, backend) as pool:
             for size in args.sizes.split(","):
                 found = pool.run(costs, SIZES[size], args.repeats, size=2, timeout_s=600)[0]
-                results.append({"wire": wire, "parameters": SIZES[size], **found})
+                results.append({"backend": backend, "parameters": SIZES[size], **found})
                 print(describe(results[-1]), file=sys.stderr, flush=True)
     report: dict[str, Any] = {"results": results}
     if not args.no_buffers:
@@ -87,7 +87,7 @@ def between_machines(mbit: int, sizes: Sequence[int], repeats: int) -> list[dict
     ):
         for parameters in sizes:
             found = crew.all("costs", 600.0, parameters=parameters, repeats=repeats)[0]
-            results.append({"wire": f"torchdist, {mbit} Mbit/s", "parameters": parameters, **found})
+            results.append({"backend": f"torch, {mbit} Mbit/s", "parameters": parameters, **found})
             print(describe(results[-1]), file=sys.stderr, flush=True)
     return results
 
@@ -104,7 +104,7 @@ def costs(context: DistributedContext, parameters: int, repeats: int) -> dict[st
     assert isinstance(comm, TorchCommunicator | MpiCommunicator)
     x, y = torch.randn(parameters), torch.zeros(parameters)
     published = comm.publish(x)
-    exchanges = comm.gossip(published, SeededMatching("ring", 2, 0), 1.0)
+    gossip_handle = comm.gossip(published, SeededMatching("ring", 2, 0), 1.0)
     bare: Any = gloo(comm.store, "bare", context.rank, 2, getattr(comm, "host", "127.0.0.1"), 120.0)
     small = torch.zeros(1)
     seen: dict[str, list[float]] = {"copy_s": [], "send_recv_s": [], "meet_s": [], "mean_s": []}
@@ -162,7 +162,7 @@ def count_buffers() -> dict[str, float]:
     """Peak memory of a learner under each strategy against plain training, in models of 40 MB."""
     peaks = {}
     for name in ["", *(n for n in STRATEGIES if n != "single")]:
-        with ProcessPool(2, "torchdist") as pool:  # fresh processes: the allocator keeps what earlier runs have used
+        with ProcessPool(2, "torch") as pool:  # fresh processes: the allocator keeps what earlier runs have used
             peaks[name] = max(pool.run(peak_memory, name, size=2, timeout_s=120))
     return {name: round((peak - peaks[""]) / (4 * BIG), 2) for name, peak in peaks.items() if name}
 
@@ -210,17 +210,17 @@ def high_water() -> float:
 def describe(r: dict[str, Any]) -> str:
     times = "  ".join(f"{name} {1000 * r[f'{name}_s']:.2f} ms" for name in ("copy", "send_recv", "meet", "mean"))
     ratios = f"meet/copy {r['meet_over_copy']}  meet/send_recv {r['meet_over_send_recv']}"
-    return f"{r['wire']:<10} {r['parameters']:>11,} parameters  {times}  {ratios}"
+    return f"{r['backend']:<10} {r['parameters']:>11,} parameters  {times}  {ratios}"
 
 
 def table(report: dict[str, Any]) -> str:
     lines = [
-        "| wire | parameters | copy ms | gloo send+recv ms | meet ms | mean ms | meet ÷ copy | meet ÷ send+recv |",
+        "| backend | parameters | copy ms | gloo send+recv ms | meet ms | mean ms | meet ÷ copy | meet ÷ send+recv |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in report["results"]:
         ms = " | ".join(f"{1000 * r[f'{name}_s']:.2f}" for name in ("copy", "send_recv", "meet", "mean"))
-        lines.append(f"| {r['wire']} | {r['parameters']:,} | {ms} | {r['meet_over_copy']} | {r['meet_over_send_recv']} |")
+        lines.append(f"| {r['backend']} | {r['parameters']:,} | {ms} | {r['meet_over_copy']} | {r['meet_over_send_recv']} |")
     if "buffers" in report:
         lines += [
             "",

@@ -63,7 +63,7 @@ def time(preset: str, gpus: int, strategy: str, batch: int, steps: int, **more: 
     cluster = clusters.load(preset).cut(gpus)
     slow = more.pop("slow", None)
     if slow is not None:
-        cluster = replace(cluster, slow=(slow,))
+        cluster = replace(cluster, straggler=(slow,))
     return simulate_timing(
         cluster, parameters=PARAMETERS, strategy=strategy, batch=batch, steps=steps, samples=SAMPLES, epochs=EPOCHS, **more
     )
@@ -135,7 +135,7 @@ def straggler(steps: int, slowdowns: Sequence[int]) -> list[dict[str, Any]]:
         seconds = {}
         for factor in slowdowns:
             slow = StragglerModel(float(factor), learner=SLOW_ONE) if factor > 1 else None
-            seconds[str(factor)] = SAMPLES / time("v100-8x8", 16, strategy, 128, steps, slow=slow, **more).samples_per_s
+            seconds[str(factor)] = SAMPLES / time("v100-8x8", 16, strategy, 128, steps, straggler=slow, **more).samples_per_s
         times = {k: v / seconds["1"] for k, v in seconds.items()}
         rows.append({"contestant": name, "epoch_s": seconds, "times": times})
         say(f"straggler  {name:<20} " + "  ".join(f"x{k}: {v:.2f}" for k, v in times.items()))

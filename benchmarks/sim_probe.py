@@ -91,7 +91,7 @@ def learn(
         seen.append(Probe(time_s, samples, total / count, spread, ratio))
 
     watch = Watch(max(1, round(plan.epochs * task.samples / looks)), see)
-    plan = replace(plan, on_step=watch, evaluate=True, progress="none", save_every_epochs=1e9)
+    plan = replace(plan, on_step=watch, eval_at_checkpoint=True, progress="none", checkpoint_every_epochs=1e9)
     try:
         outcome = simulate_task(cluster, task, options, plan, seed=seed)
     except DataError:  # the loss is not a number any more: that is a result

@@ -26,7 +26,8 @@ from roundelay.recipes.stages import aligned_run
 from roundelay.recipes.systems import graph_of, open_system
 from roundelay.speech.corpora.data_dir import Corpus, read_data_dir
 from roundelay.speech.decode import DecodeOptions, Decoder
-from roundelay.speech.features.extract import FeatureOptions, FeatureStore, extract
+from roundelay.speech.features.extract import FeatureOptions, extract
+from roundelay.speech.features.feature_store import FeatureStore
 from roundelay.speech.graph.hclg import load_graph
 from roundelay.speech.hmm.em_workers import EmWorkers
 from roundelay.speech.hmm.hmm import AlignmentModel

@@ -48,7 +48,7 @@ CLUSTER = Cluster(
 
 
 def run(strategy: str, ring: str, slowdown: float, epochs: float, seed: int = 0) -> Learned:
-    cluster = CLUSTER if slowdown == 1 else replace(CLUSTER, slow=(StragglerModel(slowdown, learner=SLOW_ONE),))
+    cluster = CLUSTER if slowdown == 1 else replace(CLUSTER, straggler=(StragglerModel(slowdown, learner=SLOW_ONE),))
     options = EngineConfig(
         strategy=strategy, topology=ring, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs, log_every_s=1e9
     )

@@ -115,8 +115,8 @@ def gradient_norm(strategy: str, ring: str, rounds: int, size: int, seed: int) -
     norms: list[float] = []
     watch = Watch(size * BATCH, lambda time, samples, mean, spread: norms.append(float(task.gradient(mean).square().sum())))
     plan = RunConfig(
-        epochs=1.0, batch=BATCH, lr=RATE * math.sqrt(size / rounds), momentum=0.0, evaluate=False, progress="none",
-        save_every_epochs=1e9, on_step=watch,
+        epochs=1.0, batch=BATCH, lr=RATE * math.sqrt(size / rounds), momentum=0.0, eval_at_checkpoint=False, progress="none",
+        checkpoint_every_epochs=1e9, on_step=watch,
     )  # fmt: skip
     simulate_task(cluster_of(size), task, EngineConfig(strategy=strategy, topology=ring, log_every_s=1e9), plan, seed=seed)
     return sum(norms) / len(norms)
@@ -196,7 +196,7 @@ def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list
             seen.append((done, float((all_w - all_w.mean(0)).square().sum())))
 
     plan = RunConfig(
-        epochs=1.0, batch=1, lr=0.0, momentum=0.0, evaluate=False, progress="none", save_every_epochs=1e9, on_step=on_step
+        epochs=1.0, batch=1, lr=0.0, momentum=0.0, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=1e9, on_step=on_step
     )  # fmt: skip
     options = EngineConfig(strategy=strategy, topology=ring, seed=seed, log_every_s=1e9)
     simulate_task(cluster_of(size, even=True), Still(size * rounds), options, plan, seed=seed)

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--cases", default="even,slow")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seconds", type=float, default=20.0, help="per contestant and round")
-    p.add_argument("--wire", default="shm", choices=["shm", "torchdist"])
+    p.add_argument("--backend", default="shm", choices=["shm", "torch"])
     args = p.parse_args(argv)
     rounds, seconds = (3, 5.0) if args.quick else (args.rounds, args.seconds)
     names = ["ceiling", *chosen(args.contestants, ENTRIES, "contestants")]
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         for batch in batches:
             for case in cases:
                 results += measure(pool, names, batch, case, rounds, seconds)
-    about = {"rounds": rounds, "seconds": seconds, "wire": args.wire, "parameters": parameters(), "cores": os.cpu_count()}
+    about = {"rounds": rounds, "seconds": seconds, "backend": args.wire, "parameters": parameters(), "cores": os.cpu_count()}
     print(json.dumps({"results": results, **about}) if args.json else table(results))
     return 0
 

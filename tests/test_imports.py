@@ -1,6 +1,6 @@
 """Who may import whom, read from the source: the rules that import-linter's contracts cannot say.
 
-torch.distributed          in wire, train.launch and bench only
+torch.distributed          in backend, train.launch and bench only
 time, random, threading    never in strategy and topology
 strategy, topology         nothing of ours but core, errors and progress; a strategy never another strategy
 asr, feed                  nothing of ours but errors, interrupts and progress
@@ -10,11 +10,11 @@ report                     nothing of ours but core.events, errors and progress
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+SOURCE = ROOT / "src"
 MODULES = {
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((SOURCE / "roundelay").rglob("*.py"))
@@ -66,7 +66,7 @@ def complaints(source: str, module: str, is_package: bool = False) -> list[str]:
     for line, name in names_used(source, module, is_package):
         where = f"{module}, line {line}: "
         if inside(name, ("torch.distributed",)) and not inside(module, MAY_DISTRIBUTE):
-            found.append(where + "torch.distributed belongs in wire, train.launch and bench")
+            found.append(where + "torch.distributed belongs in backend, train.launch and bench")
         if inside(name, CLOCKS_AND_DICE) and inside(module, NO_CLOCK):
             found.append(where + f"{name} makes the outcome depend on more than (seed, purpose, rank, step)")
         for room, allowed in MAY_IMPORT_OF_OURS.items():

@@ -21,9 +21,10 @@ from typing import Any
 
 from roundelay import config, strategies, topology
 from roundelay.api import session
-from roundelay.cli.main import main
+from roundelay.cli import main
 from roundelay.core import contracts
 from roundelay.engine import learner
+from roundelay.launch.context import BACKENDS
 from roundelay.metrics import events
 from roundelay.recipes import config as recipe
 from roundelay.speech.nnet.lstm import PRESETS
@@ -210,7 +211,7 @@ def tables_page() -> str:
         for n, d in said.items()
     ]
     mixing = [[code(n), *(f"{topology.gap(n, size):.3f}" for size in SIZES)] for n in topology.TOPOLOGIES]
-    return f"""# Strategies, topologies, wires
+    return f"""# Strategies, topologies, backends
 
 ## Strategies
 
@@ -238,9 +239,9 @@ The gap 1 - sqrt(c) per round, by number of learners (1: agreement within a swee
 
 {table(["name", *map(str, SIZES)], mixing)}
 
-## Wires
+## Backends
 
-{table(["name", "who carries the vectors"], [[code(n), text] for n, text in context.BACKENDS.items()])}
+{table(["name", "who carries the vectors"], [[code(n), text] for n, text in BACKENDS.items()])}
 
 ## Acoustic models
 
@@ -293,7 +294,7 @@ def recipes_page() -> str:
         said = below(cls)
         return [[code(f.name), shown(default_of(f)), said.get(f.name, "")] for f in fields(cls) if f.name not in skipped]
 
-    skipped = {"folder", "sources", "given", *recipe.SECTIONS}
+    skipped = {"folder", "sources", "kaldi", *recipe.SECTIONS}
     parts = [f"## The recipe itself\n\n{table(['key', 'default', 'meaning'], rows(recipe.Recipe))}\n"]
     skipped = set()
     parts.append(f"## [[source]]\n\n{table(['key', 'default', 'meaning'], rows(recipe.Source))}\n")
@@ -318,7 +319,7 @@ def callable_part(name: str, thing: Any, level: str = "##") -> str:
 
 
 def python_page() -> str:
-    parts = [callable_part("roundelay.join", session.open_session)]
+    parts = [callable_part("roundelay.join", session.join)]
     parts.append("## Learner\n\n" + inspect.cleandoc(learner.Learner.__doc__ or "") + " What `join` returns.\n")
     for name in ("claim", "step", "until_all_done"):
         parts.append(callable_part(f"learner.{name}", getattr(learner.Learner, name), "###"))

@@ -2,8 +2,8 @@
 
 The runs write an event per step (log_every_s=0.01); learner 1 is made to take three times its time for every gradient:
 
-    roundelay train examples/blstm.toml learners=2 slow=1:3.0 log_every_s=0.01 epochs=0.08 task_options.samples=8192 \\
-        evaluate=false strategy=sync run=runs/strip-sync             # and the same with strategy=adpsgd
+    roundelay train examples/blstm.toml learners=2 straggler=1:3.0 log_every_s=0.01 epochs=0.08 task_options.samples=8192 \\
+        eval_at_checkpoint=false strategy=sync run=runs/strip-sync             # and the same with strategy=adpsgd
 
     python docs/_make/strip.py record runs/strip-sync runs/strip-adpsgd        keeps what is drawn in docs/pictures/straggler.json
     python docs/_make/strip.py                                                 draws docs/pictures/straggler.svg from that

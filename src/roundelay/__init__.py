@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from roundelay.version import __version__
+
 # numba colours its messages through colorama, where that is installed, which then writes an escape code behind all output
 os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "fit", "join"]
 
 if TYPE_CHECKING:
-    from roundelay.api.session import fit, open_session
+    from roundelay.api.session import fit, join
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ import pytest
 from browser import CHROMIUM, WHY_NOT, Browser
 from command import Jobs
 from events import whole, write_recipe, write_run
+from paths import ROOT
 
 from roundelay.report.svg_axes import number
 
@@ -26,7 +27,7 @@ OUTSIDE = """[...document.querySelectorAll('body *')]
     .map(e => e.className || e.tagName)"""
 SMALLEST = """Math.min(...[...document.querySelectorAll('main svg text')]
     .map(e => e.getBoundingClientRect()).filter(r => r.width).map(r => r.height))"""
-FRAMES = str(Path(__file__).parents[2] / "examples" / "frames.toml")
+FRAMES = str(ROOT / "examples" / "frames.toml")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         settings = (
             "learners=2",
             "epochs=2",
-            "keep=99",
+            "keep_checkpoints=99",
             "log_every_s=0.05",
             "progress=none",
             "run=a",

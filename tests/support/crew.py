@@ -1,4 +1,4 @@
-"""Four processes that serve every test which needs processes and no command line, on every wire."""
+"""Four processes that serve every test which needs processes and no command line, on every backend."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class Crew:
     def __init__(self) -> None:
         self._pools: dict[bool, ProcessPool] = {}
 
-    def on(self, wire: str) -> Any:
-        """A runner on this wire. On `auto` the crew pretends to be two machines: shared memory inside, connections between."""
-        if wire == "inproc":
+    def on(self, backend: str) -> Any:
+        """A runner on this backend. On `auto` the crew pretends to be two simulate_nodes: shared memory inside, connections between."""
+        if backend == "threads":
             return run_threads
 
-        def run(job: Any, *args: Any, size: int, machines: int = 0) -> list[Any]:
-            return self._run(wire, job, args, size, machines or (2 if wire == "auto" else 0))
+        def run(job: Any, *args: Any, size: int, simulate_nodes: int = 0) -> list[Any]:
+            return self._run(backend, job, args, size, simulate_nodes or (2 if backend == "auto" else 0))
 
         return run
 
-    def _run(self, wire: str, job: Any, args: tuple[Any, ...], size: int, machines: int) -> list[Any]:
-        by_mpi = wire == "mpi"
+    def _run(self, backend: str, job: Any, args: tuple[Any, ...], size: int, simulate_nodes: int) -> list[Any]:
+        by_mpi = backend == "mpi"
         if by_mpi:
             pytest.importorskip("mpi4py")
         if by_mpi not in self._pools:
             self._pools[by_mpi] = (MpiPool(SIZE) if by_mpi else ProcessPool(SIZE)).__enter__()
             self._pools[by_mpi].run(wake_up, timeout_s=4 * PATIENCE_S)  # imports take as long as they take
         pool = self._pools[by_mpi]
-        pool.wire = wire
+        pool.wire = backend
         try:
-            return pool.run(job, *args, size=size, machines=machines, timeout_s=PATIENCE_S)
+            return pool.run(job, *args, size=size, simulate_nodes=simulate_nodes, timeout_s=PATIENCE_S)
         except BaseException:
             self.stop()
             raise

@@ -84,8 +84,8 @@ def graph_log10(ngram: Ngram, words: Sequence[str]) -> float:
     context: dict[tuple[str, ...], float] = {(BEGIN,): 0.0}
     for word in [*words, END]:
         after: dict[tuple[str, ...], float] = {}
-        for update_log, log in context.items():
-            for skip in range(len(update_log) + 1):
+        for history, log in context.items():
+            for skip in range(len(history) + 1):
                 rest = history[skip:]
                 found = ngram.probabilities[len(rest)].get((*rest, word)) if len(rest) < ngram.order else None
                 if found is not None:

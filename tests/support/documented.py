@@ -28,7 +28,7 @@ TORCHRUN = (
 TWO_HOSTS = (
     " & ".join(
         f"torchrun --nnodes 2 --node-rank {n} --nproc-per-node 1 --master-addr 127.0.0.1 --master-port $PORT -m roundelay train"
-        " examples/frames.toml host=auto task_options.samples=256 task_options.held_out=64 epochs=1 batch=16 run=runs/two-hosts"
+        " examples/frames.toml bind_address=auto task_options.samples=256 task_options.held_out=64 epochs=1 batch=16 run=runs/two-hosts"
         for n in (0, 1)
     )
     + "; wait"
@@ -45,7 +45,9 @@ HOST = (
 
 INSTEAD: dict[str, str] = {
     # the engine
-    **{HOST.format(n=n, rest="examples/frames.toml host=auto run=/shared/runs/two epochs=2"): TWO_HOSTS for n in (0, 1)},
+    **{
+        HOST.format(n=n, rest="examples/frames.toml bind_address=auto run=/shared/runs/two epochs=2"): TWO_HOSTS for n in (0, 1)
+    },
     "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml epochs=2 run=runs/tr": TORCHRUN,
     "torchrun --standalone --nproc-per-node 2 -m roundelay train examples/frames.toml run=runs/t": TORCHRUN,
     "torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml 'strategy=hierarchical(adpsgd)'": TORCHRUN,
@@ -137,21 +139,21 @@ INSTEAD: dict[str, str] = {
         " train.strategy=kstep train.strategy_options='{K = 2, best_first = 1, combine = 2, state = \"forget\"}'"
         " train.optimizer=ngsgd run=runs/mine --until network --jobs 1"
     ),
-    HOST.format(n=0, rest="/shared/runs/spoken/network/task.toml run=/shared/runs/spoken/network resume=auto host=auto"): (
-        "roundelay train runs/spoken/network/task.toml run=runs/spoken/network resume=auto host=auto"
-    ),
+    HOST.format(
+        n=0, rest="/shared/runs/spoken/network/task.toml run=/shared/runs/spoken/network resume=auto bind_address=auto"
+    ): ("roundelay train runs/spoken/network/task.toml run=runs/spoken/network resume=auto bind_address=auto"),
     "roundelay export runs/spoken exported --onnx": "roundelay export runs/spoken exported-onnx --onnx --jobs 1",
     "roundelay export runs/mine exported --onnx": "roundelay export runs/mine exported --onnx --jobs 1",
 }
 
-NETWORK = "tests/bench/test_network.py::test_ddp_and_gossip_between_two_machines"
-HIERARCHY = "tests/bench/test_network.py::test_a_machine_of_two_learners_sends_one_model_per_meeting"
-EXAMPLE = "tests/test_examples.py::test_join_any_module_on_two_learners_shares_the_batches"
-DEMO = "tests/recipe/test_demo.py::test_after_interrupts_the_same_command_goes_on_to_the_table"
-COMPARE = "tests/recipe/test_compare.py::test_the_command_prints_tables_and_json"
-MPIRUN = "tests/wire/test_mpi.py::test_a_run_under_mpirun_ends_well_on_any_wire"
-MPI_MACHINES = "tests/wire/test_mpi_machines.py::test_the_learners_are_on_two_machines"
-JOBS = "tests/bench/test_job_per_iteration.py::test_jobs_ramp_up_and_see_every_example_once"
+NETWORK = "tests/benchmarks/test_network.py::test_ddp_and_gossip_between_two_machines"
+HIERARCHY = "tests/benchmarks/test_network.py::test_a_machine_of_two_learners_sends_one_model_per_meeting"
+EXAMPLE = "tests/api/test_examples.py::test_join_any_module_on_two_learners_shares_the_batches"
+DEMO = "tests/recipes/test_demo.py::test_after_interrupts_the_same_command_goes_on_to_the_table"
+COMPARE = "tests/recipes/test_compare.py::test_the_command_prints_tables_and_json"
+MPIRUN = "tests/comm/test_mpi.py::test_a_run_under_mpirun_ends_well_on_any_wire"
+MPI_MACHINES = "tests/comm/test_mpi_machines.py::test_the_learners_are_on_two_machines"
+JOBS = "tests/benchmarks/test_job_per_iteration.py::test_jobs_ramp_up_and_see_every_example_once"
 
 BY_TEST: dict[str, str] = {
     "roundelay bench network": NETWORK,
@@ -167,28 +169,26 @@ BY_TEST: dict[str, str] = {
     "roundelay demo --out demo-even train.slow= --json": DEMO,
     "roundelay compare runs/sync-0 runs/sync-1 runs/adpsgd-0 runs/adpsgd-1": COMPARE,
     "roundelay compare runs/* --json": COMPARE,
-    "roundelay plan --what-if runs/frames-sync-1 rank=7": "tests/sim/test_plan.py::test_what_if_a_rank_were_normal",
-    "roundelay check learners=2 run=runs/next": "tests/test_check.py::test_local_learners_measure_what_lies_between_them",
-    "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check host=auto": (
-        "tests/test_check.py::test_under_torchrun_rank_0_speaks_for_all"
+    "roundelay plan --what-if runs/frames-sync-1 rank=7": "tests/simulate/test_plan.py::test_what_if_a_rank_were_normal",
+    "roundelay check learners=2 run=runs/next": "tests/preflight/test_check.py::test_local_learners_measure_what_lies_between_them",
+    "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check bind_address=auto": (
+        "tests/preflight/test_check.py::test_under_torchrun_rank_0_speaks_for_all"
     ),
-    "mpirun -n 4 roundelay train examples/frames.toml wire=mpi strategy=kstep": MPIRUN,
+    "mpirun -n 4 roundelay train examples/frames.toml backend=mpi strategy=kstep": MPIRUN,
     "roundelay demo --out demo-even train.slow=": DEMO,
     "roundelay demo --out demo-four train.learners=4 train.batch=8 train.slow=3:4.0": DEMO,
     "mpirun -n 2": MPIRUN,
-    "mpirun -n 4 roundelay train examples/frames.toml wire=mpi strategy=kstep epochs=2 run=runs/mpi": MPIRUN,
-    "mpirun -n 4 roundelay train examples/frames.toml wire=auto epochs=2": MPIRUN,
-    "mpirun -n 4 --hostfile hosts roundelay train examples/frames.toml wire=mpi host=auto run=/shared/runs/four epochs=2": MPI_MACHINES,
-    "roundelay pack features=feats.scp+ivectors.scp alignments=runs/x/alignments/train archives/x margin=10": (
-        "tests/feed/test_archive.py::test_the_command_packs_verifies_and_tells"
+    "mpirun -n 4 roundelay train examples/frames.toml backend=mpi strategy=kstep epochs=2 run=runs/mpi": MPIRUN,
+    "mpirun -n 4 roundelay train examples/frames.toml backend=auto epochs=2": MPIRUN,
+    "mpirun -n 4 --hostfile hosts roundelay train examples/frames.toml backend=mpi bind_address=auto run=/shared/runs/four epochs=2": MPI_MACHINES,
+    "roundelay pack features=feats.scp+ivectors.scp alignments=runs/x/alignments/train archives/x context=10": (
+        "tests/data/test_archive.py::test_the_command_packs_verifies_and_tells"
     ),
     "python benchmarks/job_per_iteration.py run archives/spoken runs/spoken/lstm out --steps 100 --jobs-initial 1 --jobs-final 4": JOBS,
 }
 
-RECORDINGS = (
-    "needs recordings that are not in the repository; where they are, tests/asr/test_recipe.py runs a small recipe on them"
-)
-SLURM = "needs a Slurm cluster; its variables: tests/train/test_variables.py"
+RECORDINGS = "needs recordings that are not in the repository; where they are, tests/recipes/test_pipeline.py runs a small recipe on them"
+SLURM = "needs a Slurm cluster; its variables: tests/launch/test_environment.py"
 CANNOT: dict[str, str] = {
     "roundelay run recipes/digits": RECORDINGS,
     "roundelay run recipes/digits --until align": RECORDINGS,
@@ -197,12 +197,12 @@ CANNOT: dict[str, str] = {
     "git clone … && cd roundelay": "needs the network and an address",
     "sbatch train.sbatch": "needs a Slurm cluster; the script itself is run by test_the_slurm_script_on_one_machine",
     "squeue --me": "needs a Slurm cluster",
-    "srun --ntasks 4 --kill-on-bad-exit=1 roundelay train examples/frames.toml host=auto run=/shared/runs/a epochs=2": SLURM,
-    "srun --ntasks 4 --mpi=pmix roundelay train examples/frames.toml wire=mpi host=auto run=/shared/runs/b epochs=2": SLURM,
+    "srun --ntasks 4 --kill-on-bad-exit=1 roundelay train examples/frames.toml bind_address=auto run=/shared/runs/a epochs=2": SLURM,
+    "srun --ntasks 4 --mpi=pmix roundelay train examples/frames.toml backend=mpi bind_address=auto run=/shared/runs/b epochs=2": SLURM,
     "mpirun -n 2 python benchmarks/mpi_one_sided.py": "a measurement of a minute; the verbs: test_one_sided_verbs_lose_nothing",
     "pip install 'roundelay[mpi]'": "needs the network",
     "pip install --no-binary mpi4py mpi4py": "needs the network and a cluster's own MPI",
-    "tensorboard --logdir runs": "serves until it is stopped; what it reads: tests/train/test_board.py",
+    "tensorboard --logdir runs": "serves until it is stopped; what it reads: tests/metrics/test_tensorboard.py",
     "roundelay bench batches": "takes hours, and minutes with --quick",
     "roundelay bench batches --keep batches.jsonl --jobs 2": "as above",
     "sudo roundelay bench calibrate --links 1000,200 --check": "shapes links as root for minutes; its cables: test_network.py",
@@ -230,7 +230,7 @@ def shrunk(text: str) -> str:
     small = [] if "spirals" in text else ["task_options.samples=256", "task_options.held_out=64"]
     if "epochs=" not in text:
         small.append("epochs=1")
-    if "wire=" not in text and "hostname" not in text:
-        small.append("wire=inproc")
+    if "backend=" not in text and "hostname" not in text:
+        small.append("backend=threads")
     head, flag, tail = text.partition(" --")  # settings stand before options
     return " ".join([head, *small]) + flag + tail

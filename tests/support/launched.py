@@ -15,21 +15,23 @@ from roundelay.strategies import STRATEGIES, build
 from roundelay.testing.conformance import RunSpec, run_toy_task
 
 
-def main(wire: str) -> None:
+def main(backend: str) -> None:
     torch.set_num_threads(1)
-    context = context_from_env(wire=wire, host="127.0.0.1", timeout_s=60.0, device="cpu", machines=0, digest={})
+    context = context_from_env(
+        backend=backend, bind_address="127.0.0.1", timeout_s=60.0, device="cpu", simulate_nodes=0, digest={}
+    )
     store: Any = context.comm.store
     assert isinstance(store, JobStore)
     found = {}
     for name in [*STRATEGIES, "hierarchical(kstep)"]:
         if name == "single" or not build(name).traits.deterministic:
             continue
-        machines = 2 if "hierarchical" in name else 0
+        simulate_nodes = 2 if "hierarchical" in name else 0
         apart = create_context(
-            store.under(f"{name}/"), context.rank, context.size, context.machines[context.rank],
-            wire=wire, host="127.0.0.1", timeout_s=60.0, device=context.device, machines=machines, digest={},
+            store.under(f"{name}/"), context.rank, context.size, context.simulate_nodes[context.rank],
+            backend=backend, bind_address="127.0.0.1", timeout_s=60.0, device=context.device, simulate_nodes=simulate_nodes, digest={},
         )  # fmt: skip
-        w = run_toy_task(apart, RunSpec(name, machines=machines))["w"]
+        w = run_toy_task(apart, RunSpec(name, simulate_nodes=simulate_nodes))["w"]
         found[name] = hashlib.sha256(w.tobytes()).hexdigest()
     if context.rank == 0:
         print(json.dumps(found), flush=True)

@@ -45,10 +45,10 @@ def updates_during_meetings(context: DistributedContext, steps: int) -> dict[str
 
     for k in range(steps):
         learner.run_step(share(context, k), compute)
-    exchanges = learner.worker.gossip_handle
+    gossip_handle = learner.worker.gossip_handle
     assert gossip_handle is not None
     gossip_handle.finish()
-    met = exchanges.pop_metrics()["exchanges"]
+    met = gossip_handle.pop_metrics()["exchanges"]
     end = learner.worker.w.clone()
     context.comm.all_reduce_mean(torch.zeros(1)).wait()
     staleness = sum(learner.worker.step_timer.staleness.values())
@@ -73,7 +73,7 @@ def stuck_neighbour(context: DistributedContext, steps: int) -> dict[str, Any]:
             time.sleep(0.002)
         return 0.0
 
-    exchanges = learner.worker.gossip_handle
+    gossip_handle = learner.worker.gossip_handle
     assert gossip_handle is not None
     for k in range(steps if context.rank else 1):
         learner.run_step(share(context, k), compute)
@@ -81,7 +81,7 @@ def stuck_neighbour(context: DistributedContext, steps: int) -> dict[str, Any]:
             deadline = time.monotonic() + PATIENCE_S
             while done < k and time.monotonic() < deadline:  # let the agents keep pace, so that exchanges can be counted
                 time.sleep(0.001)
-                done += exchanges.pop_metrics()["exchanges"]
+                done += gossip_handle.pop_metrics()["exchanges"]
     if context.rank:
         store.add("done", 1)
     steps_done = learner.steps
@@ -169,7 +169,9 @@ def quadratic(context: DistributedContext, strategy: str, options: dict[str, Any
     with torch.no_grad():
         module.weight.zero_()
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=momentum)
-    learner = Learner(context, module, optimizer, EngineConfig(strategy=strategy, strategy_options=options, exact=True))
+    learner = Learner(
+        context, module, optimizer, EngineConfig(strategy=strategy, strategy_options=options, deterministic_reduce=True)
+    )
     learner.start()
     centre = centres(context.size)[context.rank].reshape(3, 1)
     path = []

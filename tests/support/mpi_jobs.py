@@ -1,4 +1,4 @@
-"""Jobs that look at how a wire waits and moves on."""
+"""Jobs that look at how a backend waits and moves on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def waiting(context: DistributedContext, seconds: float) -> dict[str, float]:
 
 
 def overlapping(context: DistributedContext, length: int) -> dict[str, Any]:
-    """A mean is started, then nobody calls the wire again: does it arrive while everybody computes?"""
+    """A mean is started, then nobody calls the backend again: does it arrive while everybody computes?"""
     a = torch.randn(64, 64)
     pending = context.comm.all_reduce_mean(torch.full((length,), float(context.rank)))
     deadline = time.monotonic() + PATIENCE_S

@@ -45,6 +45,6 @@ def corpus(folder: Path, utterances: int = 30, **options: Any) -> dict[str, str]
 
 def packed(folder: Path, told: dict[str, str], *, shard_bytes: int = 1 << 20, **options: Any) -> Path:
     """An archive of that corpus."""
-    wanted = {"window": 21, "margin": 6, "block": 8, **options}
+    wanted = {"window": 21, "context": 6, "block": 8, **options}
     made = Packing(features=told["features"], alignments=told["alignments"], **wanted)
     return pack(made, folder, progress="none", shard_bytes=shard_bytes).folder

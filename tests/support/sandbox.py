@@ -19,7 +19,7 @@ from pathlib import Path
 from command import BIN, LAUNCHER_VARIABLES
 from pages import ROOT
 
-from roundelay.cli.main import main
+from roundelay.cli import main
 
 LIMIT_S = 400.0
 SHELL = ("&", ";", "|", "$", "<")

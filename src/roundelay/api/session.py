@@ -23,7 +23,7 @@ from roundelay.metrics.events import EventLog
 from roundelay.strategies.base import Strategy
 
 
-def open_session(
+def join(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     strategy: str | Strategy = "adpsgd",
@@ -33,7 +33,7 @@ def open_session(
 ) -> Learner:
     """This process as one learner of the job that the variables of torchrun, mpirun or srun describe; alone without them.
 
-    `options` are those of the engine: topology, wire, seed, clip, schedule, exact, slow, timeout_s, host, … Use the result as
+    `options` are those of the engine: topology, backend, seed, clip, schedule, deterministic_reduce, slow, timeout_s, host, … Use the result as
     a context manager: all learners start from rank 0's weights; leaving gives the module the average of the living ones.
     """
     made = EngineConfig(strategy=strategy if isinstance(strategy, str) else type(strategy).__name__, **options)
@@ -56,10 +56,10 @@ def fit(task: Task, *, strategy: str = "adpsgd", run: str | Path | None = None, 
 
 
 def _place(options: EngineConfig, device: str) -> DistributedContext:
-    check_backend(options.wire)
+    check_backend(options.backend)
     if not under_launcher():
         return single_process_context(device)
     return context_from_env(
-        wire=options.wire, host=options.host, timeout_s=options.timeout_s, device=device, machines=options.machines,
+        backend=options.backend, bind_address=options.bind_address, timeout_s=options.timeout_s, device=device, simulate_nodes=options.simulate_nodes,
         digest={"strategy": options.strategy, "topology": options.topology, "seed": options.seed},
     )  # fmt: skip

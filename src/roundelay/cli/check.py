@@ -30,7 +30,7 @@ def as_rank(settings: config.TrainConfig) -> tuple[int, list[CheckResult], list[
     store = JobStore(connect_store(address, port, settings.timeout_s), f"check/{restart}/")
     machine = os.environ.get("GROUP_RANK") or socket.gethostname()
     cards = exchange_rank_info(store, rank, size, machine, settings.timeout_s, {})
-    here = host_towards(address, port) if settings.host == "auto" else settings.host
+    here = host_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
     rows = [look_at_address(here, address, port)]
     if rows[0].state == "failure":
         raise UsageError(f"no door can be opened at {rows[0].found}", where=f"rank {rank}, host", hint=rows[0].hint)
@@ -67,7 +67,7 @@ def judged(links: list[MeasuredLink]) -> list[CheckResult]:
     for link in links:
         name = f"ranks {link.a} and {link.b}"
         if link.error:
-            do = "open the ephemeral ports between the machines, and set host=auto or the address that the others can reach"
+            do = "open the ephemeral ports between the machines, and set bind_address=auto or the address that the others can reach"
             rows.append(CheckResult(name, link.error, "failure", do, PeerLost.exit_code))
             continue
         said = f"{link.megabytes_per_s:.0f} MB/s, {link.round_trip_ms:.2f} ms there and back"
@@ -91,13 +91,17 @@ def run(args: argparse.Namespace) -> int:
             return 0
     elif settings.learners > 1:
         command = [sys.executable, "-m", "roundelay", "check", *args.overrides, *(["--json"] if args.json else [])]
-        host = "127.0.0.1" if settings.host == "auto" else settings.host
+        host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address
         return start_learners(
-            command, lambda: run(args), settings.learners, host=host, port=settings.port, run=None, survives_death=False
+            command, lambda: run(args), settings.learners, bind_address=host, port=settings.store_port, run=None, survives_death=False
         )  # fmt: skip
     else:
-        host = "127.0.0.1" if settings.host == "auto" else settings.host
-        rows = [*this_machine(settings), look_at_address(settings.host, "127.0.0.1", 0), look_at_store(host, settings.port)]
+        host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address
+        rows = [
+            *this_machine(settings),
+            look_at_address(settings.bind_address, "127.0.0.1", 0),
+            look_at_store(host, settings.store_port),
+        ]
     print(as_json(rows, links) if args.json else as_text(rows), flush=True)
     return max((row.code for row in rows if row.state == "failure"), default=0)
 

@@ -18,7 +18,7 @@ EPILOG = {
   roundelay train examples/frames.toml strategy=kstep strategy_options.K=16 learners=4 run=runs/k16
   roundelay train examples/frames.toml run=runs/k16 resume=auto
   torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml 'strategy=hierarchical(adpsgd)'
-  mpirun -n 4 roundelay train examples/frames.toml wire=mpi strategy=kstep""",
+  mpirun -n 4 roundelay train examples/frames.toml backend=mpi strategy=kstep""",
     "list": """examples:
   roundelay list strategies
   roundelay list recipes
@@ -35,7 +35,7 @@ EPILOG = {
   roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000 --json
   roundelay plan --what-if runs/frames-sync-1 rank=7""",
     "replay": """example:
-  roundelay train examples/frames.toml strategy=adpsgd learners=2 record=true run=runs/r1
+  roundelay train examples/frames.toml strategy=adpsgd learners=2 record_order=true run=runs/r1
   roundelay replay runs/r1""",
     "bench": """examples:
   roundelay bench throughput --quick
@@ -44,7 +44,7 @@ EPILOG = {
     "check": """examples:
   roundelay check
   roundelay check learners=2 run=runs/next
-  torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check host=auto""",
+  torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check bind_address=auto""",
     "completion": """examples:
   roundelay completion bash > ~/.local/share/bash-completion/completions/roundelay
   source <(roundelay completion zsh)
@@ -60,7 +60,7 @@ EPILOG = {
 LISTS = [
     "strategies",
     "topologies",
-    "wires",
+    "backends",
     "models",
     "recipes",
     "stages",
@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", action="store_true", help="print JSON")
 
     p = command("replay", "do a recorded asynchronous run again, event by event, and compare the weights", run_replay)
-    p.add_argument("run", metavar="RUN", help="the directory of a run that was trained with record=true")
+    p.add_argument("run", metavar="RUN", help="the directory of a run that was trained with record_order=true")
     p.add_argument("--json", action="store_true", help="print JSON")
 
     p = command("check", "will a run work here, and what would it use? Alone, with learners=N, or under torchrun", run_check)

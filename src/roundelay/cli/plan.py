@@ -43,7 +43,7 @@ def run_plan(args: argparse.Namespace) -> int:
         )
     cluster = clusters.load(own["cluster"])
     if "learners" in own:
-        cluster = cluster.cut(whole(own, "learners"))
+        cluster = cluster.first(whole(own, "learners"))
     job = job_of(args.file, own, rest)
 
     def done(name: str) -> None:
@@ -109,7 +109,7 @@ def is_recipe(file: str) -> bool:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False  # the settings reader says what is wrong with it
-    return "source" in tree or "given" in tree or "network" in tree
+    return "source" in tree or "kaldi" in tree or "network" in tree
 
 
 def _recipe_job(file: str, own: dict[str, str], overrides: list[str]) -> PlannedJob:

@@ -45,7 +45,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     asked, rest = parse(args.overrides)
     cluster = clusters.load(args.cluster)
     if asked.learners:
-        cluster = cluster.cut(asked.learners)
+        cluster = cluster.first(asked.learners)
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # strategies of one's own
     outcome, run = _learn(cluster, asked, rest) if asked.task else _time(cluster, asked)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import BENCHES
-
 from roundelay import config, strategies, topology
 from roundelay.engine.learner import build_strategy
 from roundelay.engine.trainer import OPTIMIZERS, RunConfig, train
@@ -36,20 +35,20 @@ def run_train(args: argparse.Namespace) -> int:
     resolved = config.load(args.file, args.overrides)
     settings = resolved.settings
     config.extend_sys_path(resolved)
-    check_backend(settings.wire)
+    check_backend(settings.backend)
     made = build_strategy(config.engine(settings))
     topology.topology(settings.topology)
     if under_launcher():
         return _run_rank(resolved, args.json)
     run = Path(settings.run) if settings.run else _fresh_run(args.file, settings.strategy)
     task = config.build_task(resolved)  # mistakes show before anything is started
-    if settings.learners > 1 and settings.wire == "mpi":
+    if settings.learners > 1 and settings.backend == "mpi":
         raise UsageError(
-            "wire=mpi needs learners that MPI has started",
+            "backend=mpi needs learners that MPI has started",
             where=f"learners={settings.learners}",
-            hint=f"mpirun -n {settings.learners} roundelay train {args.file} wire=mpi …",
+            hint=f"mpirun -n {settings.learners} roundelay train {args.file} backend=mpi …",
         )
-    if settings.learners == 1 or settings.wire == "inproc":
+    if settings.learners == 1 or settings.backend == "threads":
         _write_config(run, resolved)
         return _run_threads(task, resolved, run, args.json)
     _write_config(run, resolved)
@@ -61,8 +60,8 @@ def run_train(args: argparse.Namespace) -> int:
         command,
         lambda: _run_rank(config.load(args.file, [*args.overrides, here]), args.json),
         settings.learners,
-        host="127.0.0.1" if settings.host == "auto" else settings.host,
-        port=settings.port,
+        bind_address="127.0.0.1" if settings.bind_address == "auto" else settings.bind_address,
+        port=settings.store_port,
         run=run,
         survives_death=made.traits.survives_death,
     )
@@ -96,14 +95,14 @@ def plan_of(settings: config.TrainConfig, run: Path | None) -> RunConfig:
         weight_decay=settings.weight_decay,
         run=run,
         resume=settings.resume,
-        save_every_epochs=settings.save_every_epochs,
-        evaluate=settings.evaluate,
-        keep=settings.keep,
+        checkpoint_every_epochs=settings.checkpoint_every_epochs,
+        eval_at_checkpoint=settings.eval_at_checkpoint,
+        keep_checkpoints=settings.keep_checkpoints,
         progress=settings.progress,
         tensorboard=settings.tensorboard,
-        loaders=settings.loaders,
-        loader=settings.loader,
-        record=config.computation_settings(settings) if settings.record else None,
+        num_workers=settings.num_workers,
+        loader_kind=settings.loader_kind,
+        record_settings=config.computation_settings(settings) if settings.record_order else None,
     )
 
 
@@ -114,11 +113,11 @@ def _run_rank(resolved: config.ResolvedConfig, as_json: bool) -> int:
     options = config.engine(settings)
     agreed = {
         k: getattr(settings, k)
-        for k in ("task", "strategy", "strategy_options", "topology", "wire", "epochs", "lr", "seed", "exact")
+        for k in ("task", "strategy", "strategy_options", "topology", "backend", "epochs", "lr", "seed", "deterministic_reduce")
     }
     context = context_from_env(
-        wire=settings.wire, host=settings.host, timeout_s=settings.timeout_s, device=settings.device,
-        machines=settings.machines, digest=agreed,
+        backend=settings.backend, bind_address=settings.bind_address, timeout_s=settings.timeout_s, device=settings.device,
+        simulate_nodes=settings.simulate_nodes, digest=agreed,
     )  # fmt: skip
     try:
         run = Path(settings.run) if settings.run else None
@@ -141,7 +140,7 @@ def _run_threads(task: Any, resolved: config.ResolvedConfig, run: Path, as_json:
         result = train(task, single_process_context(settings.device), options, plan)
     else:
         results = run_threads(
-            lambda place: train(task, context, options, plan), size=settings.learners, machines=settings.machines,
+            lambda context: train(task, context, options, plan), size=settings.learners, simulate_nodes=settings.simulate_nodes,
             timeout_s=threading.TIMEOUT_MAX,
         )  # fmt: skip
         result = results[0]
@@ -244,14 +243,14 @@ def benchmarks() -> dict[str, str]:
 
 
 PLAIN_LISTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "wires": lambda: dict(BACKENDS),
+    "backends": lambda: dict(BACKENDS),
     "recipes": recipes,
     "stages": stages,
     "optimizers": lambda: {name: f"torch.optim.{made.__name__}" for name, made in OPTIMIZERS.items()},  # type: ignore[attr-defined]
     "schedules": lambda: {
         "constant": "the rate as it is, after warmup_epochs",
         "cosine": "down to 0 at the end, along half a cosine",
-        "ibm": "times 1/sqrt(2) per epoch from anneal_after_epochs on",
+        "sqrt2_decay": "times 1/sqrt(2) per epoch from anneal_after_epochs on",
     },
     "benchmarks": benchmarks,
 }

@@ -175,8 +175,8 @@ class MpiCommunicator:
 
     # -- rendezvous ------------------------------------------------------------------------------------------------
 
-    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> MpiWork:
-        if exact:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> MpiWork:
+        if deterministic_reduce:
             return self._start_exact_mean(x, weight)
         out = x.detach().to("cpu", copy=True) if weight is None else (x.detach() * weight).to("cpu")
         total = torch.tensor([float(self.size if weight is None else weight)], dtype=torch.float64)
@@ -271,7 +271,7 @@ class MpiCommunicator:
         if others:
             self._listen()
             self._agent.start()
-        return published
+        return shared_weights
 
     def wake(self) -> None:
         """Wakes this member's agent."""

@@ -231,9 +231,9 @@ def _start_mpi() -> tuple[Any, bool]:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the MPI library is not
         raise UsageError(
-            "wire=mpi needs mpi4py and an MPI library",
+            "backend=mpi needs mpi4py and an MPI library",
             where=str(error).splitlines()[0],
-            hint="pip install 'roundelay[mpi]', or mpi4py built for your cluster's MPI; or choose another wire=…",
+            hint="pip install 'roundelay[mpi]', or mpi4py built for your cluster's MPI; or choose another backend=…",
         ) from error
     ours = not MPI.Is_initialized()
     level = MPI.Init_thread(MPI.THREAD_MULTIPLE) if ours else MPI.Query_thread()
@@ -241,6 +241,6 @@ def _start_mpi() -> tuple[Any, bool]:
         raise UsageError(
             "this MPI library lets only the main thread call it",
             where=MPI.Get_library_version().splitlines()[0],
-            hint="use an MPI library built with MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE, or another wire=…",
+            hint="use an MPI library built with MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE, or another backend=…",
         )
     return MPI, ours

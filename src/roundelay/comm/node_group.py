@@ -29,7 +29,7 @@ class CollectiveNodeGroup:
     slot = None
 
     def __init__(self, comm: Communicator) -> None:
-        self.broadcast, self.reduce = comm.cast, comm.all_reduce_
+        self.broadcast, self.reduce = comm.broadcast, comm.all_reduce_
 
 
 class _PendingReduce:

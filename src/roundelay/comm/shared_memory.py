@@ -202,7 +202,7 @@ def allocate(path: Path, nbytes: int, rank: int) -> None:
             raise UsageError(
                 f"shared memory is full: {nbytes / 1e6:.0f} MB more are needed ({error.strerror})",
                 where=f"rank {rank}, {path.parent.parent}",
-                hint="enlarge the memory file system (in a container: --shm-size), or set wire=torchdist",
+                hint="enlarge the memory file system (in a container: --shm-size), or set backend=torch",
             ) from error
 
 

@@ -1,7 +1,7 @@
 """Threads of one process: for tests and laptops; size 1 is plain training.
 
 The rendezvous is one table: whoever arrives last works out the result, everybody takes a copy. Sums are in rank order, so
-this wire is always exact.
+this backend is always exact.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class ThreadCommunicator:
         take = self._rendezvous(what, combine)
         return _ThreadWork(lambda: finish(take()), lambda: number in self._table.results)
 
-    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> _ThreadWork:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> _ThreadWork:
         self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
         return self._pending((x, weight), weighted_mean, lambda result: result.clone())
 

@@ -1,7 +1,7 @@
 """Processes, on one machine or many: torch.distributed carries the rendezvous, agents carry the exchanges.
 
 Collectives run on a process group of their own (gloo on CPU; NCCL on GPU, untested here). One-sided verbs and exchanges go
-through the agents: in shared memory between learners of one machine (wire shm, or auto), over a connection per edge
+through the agents: in shared memory between learners of one machine (backend shm, or auto), over a connection per edge
 otherwise. Published vectors live in host memory.
 """
 
@@ -31,10 +31,10 @@ from roundelay.fleet.membership import StoreMembership
 from roundelay.fleet.store import JobStore
 
 
-def gloo(store: JobStore, name: str, rank: int, size: int, host: str, timeout_s: float) -> ProcessGroupGloo:
+def gloo(store: JobStore, name: str, rank: int, size: int, bind_address: str, timeout_s: float) -> ProcessGroupGloo:
     """A gloo group of its own, bound to one address."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=bind_address)]
     options._timeout = timedelta(seconds=timeout_s)
     return ProcessGroupGloo(PrefixStore(f"{store.prefix}gloo/{name}", store.tcp), rank, size, options)
 
@@ -70,14 +70,14 @@ class TorchCommunicator:
         rank: int,
         machines: Sequence[str],
         *,
-        host: str = "127.0.0.1",
+        bind_address: str = "127.0.0.1",
         share_memory: bool = True,
         timeout_s: float = 60.0,
         device: torch.device | None = None,
         name: str = "all",
     ) -> None:
         self.store, self.ranks, self.rank, self.size = store, list(ranks), rank, len(ranks)
-        self.machines, self.host, self.name, self.timeout_s = list(machines), host, name, timeout_s
+        self.machines, self.bind_address, self.name, self.timeout_s = list(machines), bind_address, name, timeout_s
         self.share_memory, self.device = share_memory, device or torch.device("cpu")
         self.membership = StoreMembership(store)
         self._group = self._make_group()
@@ -99,7 +99,7 @@ class TorchCommunicator:
             options = ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=self.timeout_s)
             return ProcessGroupNCCL(prefixed, self.rank, self.size, options)
-        return self.patiently(lambda: gloo(self.store, self.name, self.rank, self.size, self.host, self.timeout_s))
+        return self.patiently(lambda: gloo(self.store, self.name, self.rank, self.size, self.bind_address, self.timeout_s))
 
     def patiently(self, wait: Callable[[], Any]) -> Any:
         """Runs a rendezvous; where it fails, says who was lost."""
@@ -114,8 +114,8 @@ class TorchCommunicator:
 
     # -- rendezvous ------------------------------------------------------------------------------------------------
 
-    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> _TorchWork:
-        if exact:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> _TorchWork:
+        if deterministic_reduce:
             return self._start_exact_mean(x, weight)
         out = x.to(self.device).clone() if weight is None else x.to(self.device) * weight
         works = [self._allreduce(out)]
@@ -209,7 +209,7 @@ class TorchCommunicator:
         self._board = board
         shared_weights = SharedVector(board, self.rank)
         away = [m for m in range(self.size) if m not in here]
-        listener = listen(self.host) if away else None
+        listener = listen(self.bind_address) if away else None
         self._token = self.store.claim(f"{self.name}/token", secrets.token_hex(16)).encode()
         self._agent = GossipThread(
             shared_weights,
@@ -220,10 +220,10 @@ class TorchCommunicator:
             lambda r, why: self.membership.report(self.ranks[r], why),
         )
         if listener is not None:
-            host, port = listener.getsockname()[:2]
-            self.store.set(f"{self.name}/agent/{self.rank}", f"{host}:{port}")
+            bind_address, port = listener.getsockname()[:2]
+            self.store.set(f"{self.name}/agent/{self.rank}", f"{bind_address}:{port}")
             self._agent.start()
-        return published
+        return shared_weights
 
     def _address(self, peer: int) -> str:
         deadline = time.monotonic() + self.timeout_s
@@ -299,7 +299,7 @@ class TorchCommunicator:
             [self.ranks[r] for r in ranks],
             list(ranks).index(self.rank),
             [self.machines[r] for r in ranks],
-            host=self.host,
+            bind_address=self.bind_address,
             share_memory=self.share_memory,
             timeout_s=self.timeout_s,
             device=self.device,

@@ -29,7 +29,7 @@ class TrainConfig(EngineConfig):
     strategy: str = "adpsgd"  # roundelay list strategies; nested: hierarchical(kstep); your own: my.module:Mine
     strategy_options: dict[str, Any] = field(default_factory=dict)  # fields of the strategy's class, such as K
     topology: str = "ring"  # who meets whom: roundelay list topologies; random_ring from 8 learners on
-    wire: str = "auto"  # who carries the vectors: auto, shm, torchdist, mpi, inproc
+    backend: str = "auto"  # who carries the vectors: auto, shm, torch, mpi, threads
     learners: int = 1  # local processes to start; ignored under torchrun
     epochs: float = 1.0  # passes over the training samples, over all learners together
     batch: int | str = 64  # samples per learner and step; "hostA:128,hostB:32" for uneven machines; "auto" finds out
@@ -39,33 +39,33 @@ class TrainConfig(EngineConfig):
     lr: float = 0.1  # the rate of the global batch; means the same in every strategy
     momentum: float = 0.9  # of sgd and ngsgd
     weight_decay: float = 0.0
-    clip: float = 0.0  # largest norm of a gradient; 0: no limit. Set it when the loss jumps
+    max_grad_norm: float = 0.0  # largest norm of a gradient; 0: no limit. Set it when the loss jumps
     schedule: str = "constant"  # constant, cosine, ibm (times 1/sqrt(2) per epoch after anneal_after_epochs)
     warmup_epochs: float = 0.0  # linear warm-up of the rate; lengthen it when large batches diverge early
     anneal_after_epochs: float = 10.0
-    loaders: int = 1  # background loaders per learner; 0: none, the gradient waits. More: for slow storage
-    loader: str = "thread"  # thread, or process: where the task's own Python makes the batches
-    exact: bool = False  # sums in rank order: repeatable to the bit, slower
-    machines: int = 0  # pretend that this machine is so many (for testing hierarchies)
+    num_workers: int = 1  # background loaders per learner; 0: none, the gradient waits. More: for slow storage
+    loader_kind: str = "thread"  # thread, or process: where the task's own Python makes the batches
+    deterministic_reduce: bool = False  # sums in rank order: repeatable to the bit, slower
+    simulate_nodes: int = 0  # pretend that this machine is so many (for testing hierarchies)
     steps_per_exchange: float = 1.0  # above 1: meet more rarely, when exchanges cost CPU that training needs
     run: str = ""  # the run's directory; default runs/<name>-<strategy>-<number>
     resume: str = "no"  # no, auto (newest whole checkpoint of the run), or a checkpoint's path
-    save_every_epochs: float = 1.0  # checkpoint and evaluation
-    keep: int = 3  # checkpoints kept
-    evaluate: bool = True  # judge the average model at every checkpoint
-    slow: str = ""  # straggler injection: "1:2.0" makes rank 1 take twice its time
+    checkpoint_every_epochs: float = 1.0  # checkpoint and evaluation
+    keep_checkpoints: int = 3  # checkpoints kept
+    eval_at_checkpoint: bool = True  # judge the average model at every checkpoint
+    straggler: str = ""  # straggler injection: "1:2.0" makes rank 1 take twice its time
     timeout_s: float = 60.0  # how long a rendezvous may wait
     log_every_s: float = 1.0  # how often a learner writes its metrics
-    host: str = "127.0.0.1"  # the address that sockets bind; "auto": the one that reaches MASTER_ADDR
-    port: int = 0  # of the job's store; 0: the system chooses
+    bind_address: str = "127.0.0.1"  # the address that sockets bind; "auto": the one that reaches MASTER_ADDR
+    store_port: int = 0  # of the job's store; 0: the system chooses
     progress: str = "auto"  # auto, rich, plain, none
     tensorboard: bool = True  # write the run's metrics for TensorBoard, too
-    record: bool = False  # note the order of events down, so that roundelay replay can do an asynchronous run again
+    record_order: bool = False  # note the order of events down, so that roundelay replay can do an asynchronous run again
 
 
 CHOICES = {
-    "wire": ("auto", "shm", "torchdist", "mpi", "inproc"),
-    "schedule": ("constant", "cosine", "ibm"),
+    "backend": ("auto", "shm", "torch", "mpi", "threads"),
+    "schedule": ("constant", "cosine", "sqrt2_decay"),
     "optimizer": ("sgd", "adam", "adamw", "ngsgd"),
     "loader": ("thread", "process"),
     "progress": ("auto", "rich", "plain", "none"),
@@ -258,7 +258,7 @@ def engine(settings: TrainConfig) -> EngineConfig:
 
 NON_NUMERIC_KEYS = frozenset(
     {"run", "resume", "keep", "evaluate", "save_every_epochs", "slow", "timeout_s", "log_every_s", "host", "port", "progress"}
-    | {"record", "wire", "device", "learners"}
+    | {"record", "backend", "device", "learners"}
 )
 """Settings that leave no trace in the weights, once the order of events is known."""
 

@@ -225,7 +225,7 @@ class Communicator(Protocol):
     def live_ranks(self) -> list[int]:
         """Members not known to be dead, as ranks of this group."""
 
-    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> Work:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> Work:
         """Rendezvous: the weighted mean of everybody's x, which must stay as it is until waited for. A new tensor."""
 
     def all_reduce_(self, x: Tensor) -> Work:
@@ -259,6 +259,6 @@ class Communicator(Protocol):
         """Rendezvous of the whole group: a net among these members (None for others)."""
 
     def bytes_sent(self) -> int:
-        """Bytes this member has put on its wire, as payload."""
+        """Bytes this member has put on its backend, as payload."""
 
     def close(self) -> None: ...

@@ -80,7 +80,7 @@ class ProcessBatches:
         raise DataError(
             f"{LIVES} loader processes died over the same piece of data",
             where=f"epoch {claim.epoch}, places {claim.start} to {claim.stop}",
-            hint="too little memory kills processes: lower batch or loaders, or use loader=thread; see also the lines above",
+            hint="too little memory kills processes: lower batch or loaders, or use loader_kind=thread; see also the lines above",
         )
 
     def _child(self) -> Connection:
@@ -95,7 +95,9 @@ class ProcessBatches:
                 process.start()
             except (TypeError, AttributeError, ValueError) as error:
                 raise UsageError(
-                    f"this task cannot be copied into a process: {error}", where="loader=process", hint="use loader=thread"
+                    f"this task cannot be copied into a process: {error}",
+                    where="loader_kind=process",
+                    hint="use loader_kind=thread",
                 ) from error
             self._children = [(p, c) for p, c in self._children if p.is_alive()] + [(process, ours)]
         theirs.close()

@@ -13,17 +13,17 @@ class EngineConfig:
     strategy: str = "adpsgd"
     strategy_options: dict[str, Any] = field(default_factory=dict)
     topology: str = "ring"
-    wire: str = "auto"
+    backend: str = "auto"
     seed: int = 0
-    clip: float = 0.0
+    max_grad_norm: float = 0.0
     schedule: str = "constant"
     warmup_epochs: float = 0.0
     anneal_after_epochs: float = 10.0
-    exact: bool = False
-    machines: int = 0
+    deterministic_reduce: bool = False
+    simulate_nodes: int = 0
     steps_per_exchange: float = 1.0
-    slow: str = ""
+    straggler: str = ""
     timeout_s: float = 60.0
-    host: str = "127.0.0.1"
+    bind_address: str = "127.0.0.1"
     device: str = "auto"
     log_every_s: float = 1.0

@@ -60,7 +60,7 @@ class Learner:
         self.context, self.options = context, options
         self.strategy = strategy or build_strategy(options)
         self.flat = Flat(module)
-        self.optimizer = OptimizerAdapter(self.flat, optimizer, options.clip)
+        self.optimizer = OptimizerAdapter(self.flat, optimizer, options.max_grad_norm)
         self.module = module
         traits = self.strategy.traits
         hierarchical = hasattr(self.strategy, "outer")
@@ -80,7 +80,7 @@ class Learner:
             SeededTopologies(options.seed),
             context.runtime.clock,
             shares_weights=traits.shares_weights and context.rank in self.node_leaders,
-            exact=options.exact,
+            deterministic_reduce=options.deterministic_reduce,
             weight_gradients=traits.sample_weighting == "gradient",
             steps_per_exchange=options.steps_per_exchange,
             node=node,
@@ -94,7 +94,7 @@ class Learner:
         self.completed: list[tuple[int, int]] = []
         self.steps = 0
         self.position = 0
-        self._slow = slowdown(options.slow, context.size, context.rank)
+        self._slow = slowdown(options.straggler, context.size, context.rank)
         self._claim: BatchLease | None = None
         self._own_loader = False
         self._has_schedule = options.schedule != "constant" or options.warmup_epochs > 0
@@ -195,9 +195,9 @@ class Learner:
                 self._communicators.append(part)
                 comm = part
             if comm.size > 1:
-                mean = comm.all_reduce_mean(mean, None, self.options.exact).wait()
+                mean = comm.all_reduce_mean(mean, None, self.options.deterministic_reduce).wait()
                 if buffers.numel():
-                    buffers = comm.all_reduce_mean(buffers, None, self.options.exact).wait()
+                    buffers = comm.all_reduce_mean(buffers, None, self.options.deterministic_reduce).wait()
         if worker.node is not None:
             worker.node.broadcast(mean)
             if buffers.numel():
@@ -247,7 +247,7 @@ class Learner:
                 raise DataError(
                     f"the loss is {loss}",
                     where=f"rank {self.context.rank}, step {self.steps}, sample {self.position}",
-                    hint="lower the rate (lr=…), add a warm-up or clip=…; resume=auto goes on from the last good checkpoint",
+                    hint="lower the rate (lr=…), add a warm-up or max_grad_norm=…; resume=auto goes on from the last good checkpoint",
                 )
             return loss
 

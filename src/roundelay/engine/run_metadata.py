@@ -11,12 +11,13 @@ import sys
 from importlib import metadata
 from typing import Any
 
+import numpy as np
 import torch
 
-import roundelay
 from roundelay import topology
 from roundelay.launch.context import DistributedContext
 from roundelay.strategies.base import Strategy
+from roundelay.version import __version__
 
 LIBRARIES = ("torch", "numpy", "numba", "safetensors")
 
@@ -24,7 +25,7 @@ LIBRARIES = ("torch", "numpy", "numba", "safetensors")
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware of this rank's machine, and the command that was typed there."""
     return {
-        "versions": {"roundelay": roundelay.__version__, "python": platform.python_version()}
+        "versions": {"roundelay": __version__, "python": platform.python_version()}
         | {name: metadata.version(name) for name in LIBRARIES},
         "system": platform.platform(terse=True),
         "processor": processor(),

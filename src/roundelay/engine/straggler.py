@@ -1,4 +1,4 @@
-"""Straggler injection: `slow="1:2.0"` makes rank 1 take twice its measured compute time, in its compute thread only."""
+"""Straggler injection: `straggler="1:2.0"` makes rank 1 take twice its measured compute time, in its compute thread only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def slowdown(slow: str, size: int, rank: int) -> float:
             who, factor = part.split(":")
             factors[int(who)] = float(factor)
         except ValueError as error:
-            raise UsageError(f"'{part}' is not rank:factor", where="slow", hint='write slow="1:2.0,3:1.5"') from error
+            raise UsageError(f"'{part}' is not rank:factor", where="slow", hint='write straggler="1:2.0,3:1.5"') from error
     for number, times in factors.items():
         if not 0 <= number < size or times < 1.0:
             raise UsageError(
-                f"slow={slow} speaks of rank {number} with factor {times}",
+                f"straggler={slow} speaks of rank {number} with factor {times}",
                 where="slow",
                 hint=f"ranks are 0 to {size - 1}, factors at least 1",
             )

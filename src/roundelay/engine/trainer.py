@@ -54,15 +54,15 @@ class RunConfig:
     weight_decay: float = 0.0
     run: Path | None = None
     resume: str = "no"
-    save_every_epochs: float = 1.0
-    evaluate: bool = True
-    keep: int = 3
+    checkpoint_every_epochs: float = 1.0
+    eval_at_checkpoint: bool = True
+    keep_checkpoints: int = 3
     progress: str = "auto"
     tensorboard: bool = True
-    loaders: int = 1
-    loader: str = "thread"
+    num_workers: int = 1
+    loader_kind: str = "thread"
     about: dict[str, Any] = field(default_factory=dict)
-    record: dict[str, Any] | None = None
+    record_settings: dict[str, Any] | None = None
     """Note the order of events down, so that `roundelay replay` can do them again: what the record is to say of the run."""
     on_step: Callable[[Learner], None] | None = None
     """Called after every step: for benchmarks that look over the learner's shoulder."""
@@ -108,7 +108,7 @@ class Trainer:
         if plan.run is not None:
             self._check_shared(plan.run)
             about = {"strategy": options.strategy, "seed": options.seed, **plan.about}
-            self.checkpoints = Checkpoints(plan.run / "ckpt", self.learner, plan.keep, about)
+            self.checkpoints = Checkpoints(plan.run / "ckpt", self.learner, plan.keep_checkpoints, about)
         self._asked_to_stop = threading.Event()
         self._stopped_early = False
         self.final_figures: dict[str, float] = {}
@@ -195,11 +195,11 @@ class Trainer:
 
     def _loop(self, sharding: StaticSharding | DynamicSharding, total: int) -> None:
         learner, plan, task = self.learner, self.plan, self.task
-        every = max(1, round(plan.save_every_epochs * task.samples))
+        every = max(1, round(plan.checkpoint_every_epochs * task.samples))
         next_save = (learner.position // every + 1) * every
         carrier = DeviceTransfer(self.context.device)
         loader = self.context.runtime.prefetch(
-            self._halting(sharding), self._preparing(carrier), lambda c: c.share.local_samples, plan.loaders
+            self._halting(sharding), self._preparing(carrier), lambda c: c.share.local_samples, plan.num_workers
         )
         with closing(iter(loader)) as feed:
             while True:
@@ -234,7 +234,7 @@ class Trainer:
 
     def _preparing(self, carrier: DeviceTransfer) -> Callable[[BatchLease], Any]:
         """What loaders do with a claim: the task's batch of it, on its way to the device; nothing for an empty one."""
-        if self.plan.loader == "process" and self.plan.loaders:
+        if self.plan.loader_kind == "process" and self.plan.num_workers:
             return ProcessBatches(self.task, carrier.send)
         return lambda claim: carrier.send(
             self.task.batch(claim.epoch, claim.start, claim.stop) if claim.step_info.local_samples else None
@@ -295,13 +295,13 @@ class Trainer:
         self.checkpoints.poll()
         while self.checkpoints.complete:
             position = self.checkpoints.complete.pop(0)
-            if self.plan.evaluate:
+            if self.plan.eval_at_checkpoint:
                 note = json.loads(self.learner.job.store.get(f"complete/{position}") or "{}")
                 path = self.checkpoints.folder / f"samples-{position:012d}"
                 try:
                     mean = read_model(path, self.learner)
                 except FileNotFoundError:  # the others are `keep` checkpoints ahead and have removed it: it goes unjudged
-                    self.say(f"{path.name} was gone before this rank could judge it; keep=… keeps more checkpoints")
+                    self.say(f"{path.name} was gone before this rank could judge it; keep_checkpoints=… keeps more checkpoints")
                     continue
                 self.evaluator.evaluate(position, mean, note.get("spread"))
 
@@ -328,7 +328,7 @@ class Trainer:
         learner.events.write("summary", **summary)
         store.set(f"summary/{self.context.rank}", json.dumps(summary))
         result: dict[str, Any] = {"rank": self.context.rank, "position": learner.position, **summary}
-        if plan.evaluate:
+        if plan.eval_at_checkpoint:
             self.evaluator.evaluate(learner.position, mean, None, final=True)
         if self.context.rank == min(learner.job.live_ranks()):
             if plan.run is not None:
@@ -344,7 +344,7 @@ class Trainer:
         found: dict[str, Any] = {}
         clock, membership = self.context.runtime.clock, self.learner.job.membership
         deadline = clock() + self.options.timeout_s
-        while self.plan.evaluate and clock() < deadline:
+        while self.plan.eval_at_checkpoint and clock() < deadline:
             metrics = store.get("evaluated/final/metrics")
             if metrics is not None:
                 found["metrics"] = json.loads(metrics)
@@ -397,15 +397,15 @@ class Trainer:
 
     def _record(self, first: int, total: int, batches: list[int]) -> None:
         plan, context = self.plan, self.context
-        if plan.record is None:
+        if plan.record_settings is None:
             return
         if plan.run is None:
             raise UsageError("a record needs a run directory", where="record", hint="set run=DIR")
         if first > 0:
             raise UsageError(
                 "a record begins with its run, and this one is resumed",
-                where=f"record=true, resume={plan.resume}",
-                hint="set record=false, or start anew with another run=…",
+                where=f"record_order=true, resume={plan.resume}",
+                hint="set record_order=false, or start anew with another run=…",
             )
         card = {
             "format": 1,
@@ -419,7 +419,7 @@ class Trainer:
             "samples": self.task.samples,
             "total": total,
             "batches": batches,
-            "settings": plan.record,
+            "settings": plan.record_settings,
         }
         self.learner.record(UpdateLog(plan.run, context.rank, card))
 

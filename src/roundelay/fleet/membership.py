@@ -1,4 +1,4 @@
-"""What every wire does in the same way: starting exchanges, leaving together, and knowing who is dead."""
+"""What every backend does in the same way: starting exchanges, leaving together, and knowing who is dead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this process stands in the job: its rank, its machine, its store, its wire.
+"""Where this process stands in the job: its rank, its machine, its store, its backend.
 
 The variables of torchrun decide (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT), or
 those of mpirun and srun, translated; without any a process is alone. Before the first step all ranks call the membership: they
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-import roundelay
 from roundelay.comm.mpi_backend import MpiCommunicator
 from roundelay.comm.mpi_progress import abort_mpi, mpi_runtime
 from roundelay.comm.mpi_store import store_by_mpi
@@ -32,13 +31,14 @@ from roundelay.errors import Interrupted, PeerLost, RoundelayError, UsageError, 
 from roundelay.fleet.store import JobStore, connect_store, serve_store
 from roundelay.launch.environment import read_launcher_env
 from roundelay.launch.runtime import SystemRuntime
+from roundelay.version import __version__
 
 BACKENDS = {
     "auto": "shared memory inside a machine, torch.distributed between machines",
     "shm": "shared memory: learners of one machine",
-    "torchdist": "torch.distributed collectives and a connection per edge, one machine or many",
+    "torch": "torch.distributed collectives and a connection per edge, one machine or many",
     "mpi": "MPI carries everything; under mpirun or srun",
-    "inproc": "threads of one process",
+    "threads": "threads of one process",
 }
 
 
@@ -115,9 +115,9 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         raise UsageError(f"there is no device '{name}'", where="device", hint="use auto, cpu or cuda") from error
 
 
-def check_backend(wire: str) -> None:
-    if wire not in BACKENDS:
-        raise UsageError(f"there is no wire '{wire}'", where="wire", hint=did_you_mean(wire, BACKENDS))
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise UsageError(f"there is no backend '{backend}'", where="backend", hint=did_you_mean(backend, BACKENDS))
 
 
 def fake_machines(machines: list[str], parts: int) -> list[str]:
@@ -130,11 +130,11 @@ def fake_machines(machines: list[str], parts: int) -> list[str]:
 
 
 def single_process_context(
-    device: str = "auto", threads: ThreadGroup | None = None, rank: int = 0, machines: int = 0
+    device: str = "auto", threads: ThreadGroup | None = None, rank: int = 0, simulate_nodes: int = 0
 ) -> DistributedContext:
     """A place among threads of this process; by default the only one."""
     threads = threads or ThreadGroup(1)
-    names = fake_machines(["here"] * threads.size, machines)
+    names = fake_machines(["here"] * threads.size, simulate_nodes)
     return DistributedContext(
         threads.comm(rank), rank, threads.size, names, ["localhost"] * threads.size, choose_device(device, rank)
     )
@@ -146,11 +146,11 @@ def under_launcher(env: Mapping[str, str] = os.environ) -> bool:
 
 def context_from_env(
     *,
-    wire: str,
-    host: str,
+    backend: str,
+    bind_address: str,
     timeout_s: float,
     device: str,
-    machines: int,
+    simulate_nodes: int,
     digest: Mapping[str, Any],
     env: Mapping[str, str] = os.environ,
 ) -> DistributedContext:
@@ -160,30 +160,30 @@ def context_from_env(
     local_rank = int(told.get("LOCAL_RANK", "0"))
     machine = told.get("GROUP_RANK") or socket.gethostname()
     keep: list[Any] = []
-    if wire == "mpi":
+    if backend == "mpi":
         check_world(rank, size)
     # one port that all can work out may be taken; where MPI speaks anyway, it passes on one that is free
-    by_mpi = "MASTER_PORT" not in env if wire == "mpi" else "RANK" not in env and "MASTER_PORT" not in told
+    by_mpi = "MASTER_PORT" not in env if backend == "mpi" else "RANK" not in env and "MASTER_PORT" not in told
     if by_mpi:
-        store, address, port = store_by_mpi(mpi_runtime(), host, timeout_s, keep)
+        store, address, port = store_by_mpi(mpi_runtime(), bind_address, timeout_s, keep)
     else:
         address, port = told.get("MASTER_ADDR", "127.0.0.1"), _number(told, "MASTER_PORT")
         hosted_elsewhere = env.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
         if rank == 0 and not hosted_elsewhere:
             keep.append(serve_store(address, port))
         store = JobStore(connect_store(address, port, timeout_s), f"job/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/")
-    address_here = host_towards(address, port) if host == "auto" else host
+    address_here = host_towards(address, port) if bind_address == "auto" else bind_address
     try:
         return create_context(
             store,
             rank,
             size,
             machine,
-            wire=wire,
-            host=address_here,
+            backend=backend,
+            bind_address=address_here,
             timeout_s=timeout_s,
             device=choose_device(device, local_rank),
-            machines=machines,
+            simulate_nodes=simulate_nodes,
             digest=digest,
             keep=keep,
         )
@@ -197,7 +197,7 @@ def check_world(rank: int, size: int) -> None:
     if (mpi_runtime().rank, mpi_runtime().size) != (rank, size):
         raise UsageError(
             f"MPI says rank {mpi_runtime().rank} of {mpi_runtime().size}, the launcher says rank {rank} of {size}",
-            where="wire=mpi",
+            where="backend=mpi",
             hint=f"start with 'mpirun -n {size} roundelay train …', the mpirun of the MPI library that mpi4py uses",
         )
 
@@ -224,20 +224,20 @@ def create_context(
     size: int,
     machine: str,
     *,
-    wire: str,
-    host: str,
+    backend: str,
+    bind_address: str,
     timeout_s: float,
     device: torch.device,
-    machines: int,
+    simulate_nodes: int,
     digest: Mapping[str, Any],
     keep: list[Any] | None = None,
 ) -> DistributedContext:
-    """Calls the membership and opens the wire."""
+    """Calls the membership and opens the backend."""
     cards = exchange_rank_info(store, rank, size, machine, timeout_s, digest)
-    names = fake_machines([card["machine"] for card in cards], machines)
-    if wire == "shm" and len({card["machine"] for card in cards}) > 1:
-        raise UsageError("wire=shm cannot reach other machines", where=f"rank {rank}", hint="use wire=auto")
-    if wire == "mpi":
+    names = fake_machines([card["machine"] for card in cards], simulate_nodes)
+    if backend == "shm" and len({card["machine"] for card in cards}) > 1:
+        raise UsageError("backend=shm cannot reach other machines", where=f"rank {rank}", hint="use backend=auto")
+    if backend == "mpi":
         return DistributedContext(
             MpiCommunicator(mpi_runtime(), store, range(size), rank, timeout_s=timeout_s),
             rank,
@@ -248,10 +248,10 @@ def create_context(
             keep or [],
         )
     # A machine that is split for a test behaves like several: shared memory only inside each part.
-    share = wire == "shm" or wire == "auto"
-    places = names if wire == "auto" else [card["machine"] for card in cards]
+    share = backend == "shm" or backend == "auto"
+    places = names if backend == "auto" else [card["machine"] for card in cards]
     comm = TorchCommunicator(
-        store, range(size), rank, places, host=host, share_memory=share, timeout_s=timeout_s, device=device
+        store, range(size), rank, places, bind_address=bind_address, share_memory=share, timeout_s=timeout_s, device=device
     )
     return DistributedContext(comm, rank, size, names, [card["host"] for card in cards], device, keep or [])
 
@@ -265,7 +265,7 @@ def exchange_rank_info(
         "machine": machine,
         "host": socket.gethostname(),
         "versions": {
-            "roundelay": roundelay.__version__,
+            "roundelay": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

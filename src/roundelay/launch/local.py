@@ -29,14 +29,14 @@ GRACE_S = 9.0
 """How long survivors of a rendezvous strategy get to leave by themselves."""
 
 
-def child_environment(rank: int, size: int, host: str, port: int) -> dict[str, str]:
+def child_environment(rank: int, size: int, bind_address: str, port: int) -> dict[str, str]:
     """torchrun's variables for one local learner; the store is served by the parent."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": host,
+        "MASTER_ADDR": bind_address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -58,7 +58,7 @@ def start_learners(
     learn: Callable[[], int],
     size: int,
     *,
-    host: str,
+    bind_address: str,
     port: int,
     run: Path | None,
     survives_death: bool,
@@ -71,7 +71,7 @@ def start_learners(
     if size < 1:
         raise UsageError(f"{size} learners", where="learners", hint="give at least 1")
     # forked before the store is served: its threads and sockets must not be in the children, too
-    nest = ForkServer(learn, size, host, run) if torch.version.cuda is None and torch.version.hip is None else None
+    nest = ForkServer(learn, size, bind_address, run) if torch.version.cuda is None and torch.version.hip is None else None
     children: list[Child] = []
     heard: list[int] = []
 
@@ -81,14 +81,14 @@ def start_learners(
 
     forward = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        server = serve_store(host, port)
-        store = JobStore(connect_store(host, server.port, 60.0), "job/0/")
+        server = serve_store(bind_address, port)
+        store = JobStore(connect_store(bind_address, server.port, 60.0), "job/0/")
         if nest is not None and not heard:
             children += nest.send_out(server.port)
         for rank in range(size) if nest is None else ():
             if heard:
                 break
-            children.append(_start(command, rank, size, host, server.port, run))
+            children.append(_start(command, rank, size, bind_address, server.port, run))
         if heard and len(children) < size:
             return Interrupted.exit_code
         return _watch(children, StoreMembership(store), run, survives_death)
@@ -124,7 +124,7 @@ class ForkServer:
 
     PORT = struct.Struct("i")
 
-    def __init__(self, learn: Callable[[], int], size: int, host: str, run: Path | None) -> None:
+    def __init__(self, learn: Callable[[], int], size: int, bind_address: str, run: Path | None) -> None:
         self._hear, self._say = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -132,7 +132,7 @@ class ForkServer:
         for rank in range(size):
             pid = os.fork()
             if pid == 0:
-                self._live(learn, rank, size, host, run)
+                self._live(learn, rank, size, bind_address, run)
             self.children.append(ForkedProcess(pid))
         os.close(self._hear)
 
@@ -144,7 +144,7 @@ class ForkServer:
         """Whoever has not been told a port goes home."""
         os.close(self._say)
 
-    def _live(self, learn: Callable[[], int], rank: int, size: int, host: str, run: Path | None) -> NoReturn:
+    def _live(self, learn: Callable[[], int], rank: int, size: int, bind_address: str, run: Path | None) -> NoReturn:
         """A child's whole life: it never returns into its parent's code."""
         code = 1
         try:
@@ -154,7 +154,7 @@ class ForkServer:
             if not told:
                 os._exit(0)
             Path("/proc/self/comm").write_text(f"learner-{rank}")  # what ps and top show
-            os.environ |= child_environment(rank, size, host, *self.PORT.unpack(told))
+            os.environ |= child_environment(rank, size, bind_address, *self.PORT.unpack(told))
             if rank > 0 and run is not None:
                 with _open_log(run, rank) as log:
                     os.dup2(log.fileno(), 1)
@@ -169,8 +169,10 @@ class ForkServer:
             os._exit(code)
 
 
-def _start(command: Sequence[str], rank: int, size: int, host: str, port: int, run: Path | None) -> subprocess.Popen[Any]:
-    env = {**os.environ, **child_environment(rank, size, host, port)}
+def _start(
+    command: Sequence[str], rank: int, size: int, bind_address: str, port: int, run: Path | None
+) -> subprocess.Popen[Any]:
+    env = {**os.environ, **child_environment(rank, size, bind_address, port)}
     if rank == 0 or run is None:
         return subprocess.Popen(command, env=env, start_new_session=True)
     with _open_log(run, rank) as log:

@@ -13,7 +13,7 @@ from roundelay.errors import PeerLost, RoundelayError
 from roundelay.launch.context import single_process_context
 
 
-def run_threads(job: Callable[..., Any], *args: Any, size: int, machines: int = 0, timeout_s: float = 60.0) -> list[Any]:
+def run_threads(job: Callable[..., Any], *args: Any, size: int, simulate_nodes: int = 0, timeout_s: float = 60.0) -> list[Any]:
     """The same for threads of this process."""
     threads = ThreadGroup(size, timeout_s=timeout_s)
     results: list[Any] = [None] * size
@@ -22,7 +22,7 @@ def run_threads(job: Callable[..., Any], *args: Any, size: int, machines: int = 
 
     def learner(rank: int) -> None:
         try:
-            context = single_process_context("cpu", threads, rank, machines)
+            context = single_process_context("cpu", threads, rank, simulate_nodes)
             try:
                 results[rank] = job(context, *args)
             finally:
@@ -44,5 +44,5 @@ def run_threads(job: Callable[..., Any], *args: Any, size: int, machines: int = 
     if mistakes:
         raise mistakes[0]  # the cause, in its own words; the others' losses are its echo
     if problems:
-        raise PeerLost(f"a job failed: {problems[0]}", where="wire inproc")
+        raise PeerLost(f"a job failed: {problems[0]}", where="backend threads")
     return results

@@ -17,6 +17,7 @@ from roundelay.log.progress import (
     PLAIN_EVERY_S,
     ProgressRate,
     columns,
+    format_duration,
     format_rate,
     make_console,
     select_mode,

@@ -83,7 +83,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "cpu_s": "CPU seconds of the process, all its threads, in all; in virtual time: what its gradients took",
         "staleness": 'how many gradients were applied with which staleness, as {"0": 148, "1": 19}',
         "exchanges": "exchanges of its agent since",
-        "bytes": "payload this learner has put on its wire since",
+        "bytes": "payload this learner has put on its backend since",
         "pair_distance": "only with exchanges: mean of |w_i - w_j| / |w_i| that they found, from a sample of elements",
         "exchange_s": "only with exchanges: mean seconds from entering a round to its end",
     },

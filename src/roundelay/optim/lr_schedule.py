@@ -39,7 +39,7 @@ class LrSchedule:
         t = min(max((position - start) / max(self.total - start, 1), 0.0), 1.0)
         return 0.5 * (1 + math.cos(math.pi * t))
 
-    def _ibm(self, position: int, epochs: float) -> float:
+    def _sqrt2_decay(self, position: int, epochs: float) -> float:
         return (
             0.5 ** (0.5 * max(0, math.floor(epochs - self.anneal_after_epochs) + 1))
             if epochs >= self.anneal_after_epochs
@@ -50,7 +50,7 @@ class LrSchedule:
 SHAPES: dict[str, Callable[[LrSchedule, int, float], float]] = {
     "constant": lambda lr_schedule, position, epochs: 1.0,
     "cosine": LrSchedule._cosine,
-    "ibm": LrSchedule._ibm,
+    "sqrt2_decay": LrSchedule._sqrt2_decay,
 }
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import roundelay
 from roundelay import config
 from roundelay.errors import DataError, PeerLost, UsageError
 from roundelay.fleet.store import JobStore, connect_store, serve_store
 from roundelay.launch.context import choose_device, host_towards
+from roundelay.version import __version__
 
 LEAST_DISK_GB, LEAST_MEMORY_GB, LEAST_SHM_MB = 1.0, 1.0, 64.0
 WRITE_BYTES = 8 << 20
@@ -36,7 +36,7 @@ class CheckResult:
 
 
 def versions() -> dict[str, str]:
-    found = {"roundelay": roundelay.__version__, "python": platform.python_version()}
+    found = {"roundelay": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
             found[name] = metadata.version(name)
@@ -94,10 +94,10 @@ def available_memory() -> float:
 def look_at_shared_memory() -> CheckResult:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return CheckResult("shared memory", "there is no /dev/shm", "warning", "use wire=torchdist")
+        return CheckResult("shared memory", "there is no /dev/shm", "warning", "use backend=torch")
     free = shutil.disk_usage(folder).free / 1e6
     if free < LEAST_SHM_MB:
-        do = "use wire=torchdist, or give it more room (docker run --shm-size=1g)"
+        do = "use backend=torch, or give it more room (docker run --shm-size=1g)"
         return CheckResult("shared memory", f"{free:.0f} MB free in /dev/shm", "warning", do)
     return CheckResult("shared memory", f"{free / 1000:.1f} GB free in /dev/shm")
 
@@ -109,7 +109,9 @@ def look_at_disk(run: str) -> list[CheckResult]:
     free = shutil.disk_usage(there).free / 1e9
     space = CheckResult("disk", f"{free:.1f} GB free at {there}")
     if free < LEAST_DISK_GB:
-        space = CheckResult("disk", space.found, "warning", "free some space, or choose another run=DIR; checkpoints: keep=1")
+        space = CheckResult(
+            "disk", space.found, "warning", "free some space, or choose another run=DIR; checkpoints: keep_checkpoints=1"
+        )
     try:
         began = time.perf_counter()
         with tempfile.NamedTemporaryFile(dir=there, prefix=".roundelay-check-") as file:

@@ -58,7 +58,7 @@ class LanguageConfig:
     text: str = "corpus"
     """LM text: corpus (the synthesizer's), train (the training transcripts), or a file beside the recipe"""
     order: int = 2  # of the n-gram
-    one_word: bool = False
+    isolated_words: bool = False
     """Every utterance is one word of the lexicon, all equally likely; `text` is not used."""
 
 
@@ -66,17 +66,17 @@ class LanguageConfig:
 class NetworkConfig:
     model: str = "small"  # roundelay list models; the fields below change it
     window: int = 21  # frames a sample has
-    margin: int = 0  # frames of context on both sides that are seen and not learnt from
+    context: int = 0  # frames of context on both sides that are seen and not learnt from
     layers: int | None = None
     hidden: int | None = None
     bottleneck: int | None = None
     dropout: float | None = None
-    mask_mels: int = 0
+    spec_augment_freq: int = 0
     """Widest band of mels hidden from the network while it learns: for small corpora."""
-    mask_frames: int = 0  # longest stretch of frames hidden likewise
-    warp: float = 0.0
+    spec_augment_time: int = 0  # longest stretch of frames hidden likewise
+    vtlp: float = 0.0
     """Frequencies are stretched by up to this share while it learns, as by throats of other lengths: for few speakers."""
-    start_from: str = ""
+    init_from: str = ""
     """Another recipe (a folder beside this one, such as ../spoken: it is run first), a run, or a model's folder: that network's
     layers but the last are where training begins. For small corpora."""
     adapted: bool = False
@@ -93,11 +93,11 @@ class NetworkConfig:
             raise UsageError(
                 "speed and noise are added when examples leave an archive", where="network", hint="set packed = true"
             )
-        if self.adapted and (self.mask_mels or self.mask_frames or self.warp):
+        if self.adapted and (self.spec_augment_freq or self.spec_augment_time or self.vtlp):
             raise UsageError(
                 "masks and warps do not fit adapted features, which are no mels",
                 where="network.adapted",
-                hint="set mask_mels, mask_frames and warp to 0, or adapted = false",
+                hint="set spec_augment_freq, spec_augment_time and warp to 0, or adapted = false",
             )
 
     def of_the_task(self) -> dict[str, Any]:
@@ -132,11 +132,11 @@ class KaldiInputs:
         for name, used in (("alignment_labels", True), ("graph_labels", bool(self.graph))):
             labels = getattr(self, name)
             if labels not in LABELS:
-                raise UsageError(f"{name} cannot be '{labels}'", where="given", hint=did_you_mean(str(labels), LABELS))
+                raise UsageError(f"{name} cannot be '{labels}'", where="kaldi", hint=did_you_mean(str(labels), LABELS))
             if used and labels == "transitions" and not self.transitions:
                 raise UsageError(
                     f"{name} is transitions, but no model says which pdf each of them has",
-                    where="given.transitions",
+                    where="kaldi.transitions",
                     hint=f'name the text form of final.mdl, or set {name} = "pdfs"',
                 )
 
@@ -151,7 +151,7 @@ class Recipe:
     sources: tuple[SourceConfig, ...] = ()
     dev_share: float = 0.1
     """Of the training speakers, where a corpus has no development set."""
-    speeds: tuple[float, ...] = ()
+    speed_perturb: tuple[float, ...] = ()
     """Train on copies played at these speeds, too, such as 0.9 and 1.1: for small corpora."""
     systems: tuple[str, ...] = ("mono", "tri", "lstm")
     """Which are decoded and scored; "sat", behind "tri", is the tied-state GMM in features adapted to each speaker."""
@@ -159,18 +159,18 @@ class Recipe:
     mono: MonoOptions = field(default_factory=MonoOptions)
     tri: TriOptions = field(default_factory=TriOptions)
     sat: SatOptions = field(default_factory=SatOptions)
-    words: LanguageConfig = field(default_factory=LanguageConfig)
+    language: LanguageConfig = field(default_factory=LanguageConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     train: dict[str, Any] = field(default_factory=dict)
     """Settings of the engine, as `roundelay train` takes them."""
-    realign: int = 0
+    realign_passes: int = 0
     """How often the trained network aligns the training set anew and is trained again from that."""
     decode: DecodeOptions = field(default_factory=DecodeOptions)
     scales: tuple[float, ...] = SCALES
     """Acoustic scales tried on the development set."""
     dev_utterances: int = 200
     """For that choice."""
-    given: KaldiInputs | None = None
+    kaldi: KaldiInputs | None = None
     """Instead of sources: features and alignments made elsewhere."""
 
     def __post_init__(self) -> None:
@@ -182,25 +182,25 @@ class Recipe:
             )
         if "sat" in self.systems and "tri" not in self.systems[: self.systems.index("sat")]:
             raise UsageError("sat adapts to what tri has recognised", where="systems", hint='put "tri" before "sat"')
-        named = self.network.start_from
+        named = self.network.init_from
         if named and self.starts_after is None and not Path(named).is_dir():
             raise UsageError(
                 f"there is no recipe, run or model '{named}' to start from",
-                where="network.start_from",
+                where="network.init_from",
                 hint="name a recipe as seen from this one's folder; or as seen from here the run of a recipe, or a folder with "
                 "model.json and model.safetensors",
             )
-        if self.starts_after is not None and "start_from" in read_tree(self.starts_after / FILE).get("network", {}):
+        if self.starts_after is not None and "init_from" in read_tree(self.starts_after / FILE).get("network", {}):
             raise UsageError(
                 f"the network of '{self.starts_after.name}' begins from another one itself",
-                where="network.start_from",
+                where="network.init_from",
                 hint="name a recipe whose network begins from nothing",
             )
 
     @property
     def starts_after(self) -> Path | None:
         """The recipe whose network this one's begins from."""
-        named = self.network.start_from
+        named = self.network.init_from
         beside = (self.folder / named).resolve()
         return beside if named and (beside / FILE).is_file() else None
 
@@ -220,8 +220,8 @@ def plain(value: Any) -> Any:
 
 
 SECTIONS: dict[str, Any] = {
-    "features": FeatureConfig, "mono": MonoOptions, "tri": TriOptions, "sat": SatOptions, "words": LanguageConfig, "network": NetworkConfig,
-    "decode": DecodeOptions, "given": KaldiInputs,
+    "features": FeatureConfig, "mono": MonoOptions, "tri": TriOptions, "sat": SatOptions, "language": LanguageConfig, "network": NetworkConfig,
+    "decode": DecodeOptions, "kaldi": KaldiInputs,
 }  # fmt: skip
 
 
@@ -295,9 +295,9 @@ def build(tree: dict[str, Any], path: Path) -> Recipe:
             values[key] = tuple(value) if isinstance(value, list) else value
     if "train" in values:
         check_train(values["train"], f"{path}, train")
-    if not values.get("sources") and "given" not in values:
+    if not values.get("sources") and "kaldi" not in values:
         raise UsageError(
-            "the recipe names no corpus", where=str(path), hint='add [[source]] with kind = "synth" or another, or [given]'
+            "the recipe names no corpus", where=str(path), hint='add [[source]] with kind = "synth" or another, or [kaldi]'
         )
     return Recipe(folder=path.resolve().parent, **values)
 

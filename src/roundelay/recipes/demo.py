@@ -113,7 +113,7 @@ def compare(work: PipelineContext) -> None:
     rows = []
     for name in STRATEGIES:
         found = score(refs, hyps[name], speakers)
-        words = {k: v for k, v in found.as_json().items() if k in ("wer", "low", "high", "words", "speakers")}
+        words = {k: v for k, v in found.as_json().items() if k in ("wer", "low", "high", "language", "speakers")}
         rows.append({"strategy": name, **trained(work.run / name / "network"), **words})
         one = {"systems": [{"name": "lstm", "set": TEST, **found.as_json(), "line": found.line()}], "paired": []}
         (work.run / name / "result.json").write_text(json.dumps(one, indent=1))
@@ -205,7 +205,7 @@ def conclude(work: PipelineContext, result: dict[str, Any]) -> None:
     say("")
     listen(work)
     say(
-        f"Look at seconds: with a slow learner (slow={slowed}) asynchronous training took {fast / slow:.2f} of the time of "
+        f"Look at seconds: with a slow learner (straggler={slowed}) asynchronous training took {fast / slow:.2f} of the time of "
         "synchronous training for the same samples. And at the word error rates: the paired difference says what that cost, "
         "if anything.\n"
         f"The curves, who waited for whom, and the worst confusions: {run / 'report.html'}\n"

@@ -16,8 +16,8 @@ from roundelay.recipes.stages import TASK_FILE
 from roundelay.recipes.systems import System, chosen_scale, graph_of, open_system
 from roundelay.speech.corpora.data_dir import Corpus, read_data_dir
 from roundelay.speech.decode import DecodeOptions, decode_all
-from roundelay.speech.features.extract import FeatureOptions, FeatureStore, extract, from_spec
-from roundelay.speech.features.feature_store import Stream
+from roundelay.speech.features.extract import FeatureOptions, extract
+from roundelay.speech.features.feature_store import FeatureStore, Stream, from_spec
 from roundelay.speech.graph.hclg import load_graph
 from roundelay.speech.hmm.align import align_all
 from roundelay.speech.hmm.hmm import AlignmentModel

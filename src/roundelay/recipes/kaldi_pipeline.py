@@ -21,7 +21,7 @@ from roundelay.recipes.config import KaldiInputs
 from roundelay.recipes.stages import PipelineContext, best_scale, finish_network, recreate_dir, train_network
 from roundelay.recipes.systems import open_system
 from roundelay.speech.decode import decode_all
-from roundelay.speech.features.extract import from_spec
+from roundelay.speech.features.feature_store import from_spec
 from roundelay.speech.features.kaldi_ark import read_pdf_alignments, read_transitions
 from roundelay.speech.graph.hclg import own_graph
 from roundelay.speech.hmm.align import matched, write_states
@@ -29,8 +29,8 @@ from roundelay.speech.score import read_text, score, write_text
 
 
 def kaldi_inputs_of(work: PipelineContext) -> KaldiInputs:
-    assert work.recipe.given is not None
-    return work.recipe.given
+    assert work.recipe.kaldi is not None
+    return work.recipe.kaldi
 
 
 def beside(work: PipelineContext, text: str) -> str:

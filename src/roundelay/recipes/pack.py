@@ -23,8 +23,7 @@ from roundelay.data import writer
 from roundelay.data.archive import IGNORE, INDEX, About, Archive, Layout, encode
 from roundelay.errors import DataError, UsageError, did_you_mean
 from roundelay.speech.features import windows
-from roundelay.speech.features.extract import from_spec
-from roundelay.speech.features.feature_store import ConcatFeatures, FeatureStore
+from roundelay.speech.features.feature_store import ConcatFeatures, FeatureStore, from_spec
 from roundelay.speech.hmm.align import INDEX as ALIGNMENTS_INDEX
 from roundelay.speech.hmm.align import Alignments, matched
 

@@ -40,7 +40,7 @@ class PackedTask(FrameTask):
         self.examples = Examples(self._archive, self.seed, self._perturbation)
         archive = self.examples.archive
         window = self.window if archive.layout.window else 0
-        archive.require(configuration(self._features, self._targets), self._targets.num_pdfs, window, self.margin)
+        archive.require(configuration(self._features, self._targets), self._targets.num_pdfs, window, self.context)
 
     @property
     def samples(self) -> int:

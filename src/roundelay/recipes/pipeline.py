@@ -47,14 +47,14 @@ def with_pretraining(train: Callable[[PipelineContext], Any]) -> Callable[[Pipel
 
 
 STAGES = (
-    PipelineStage("data", stages.data, ("sources", "dev_share", "seed", "words", "speeds")),
+    PipelineStage("data", stages.data, ("sources", "dev_share", "seed", "language", "speed_perturb")),
     PipelineStage("features", stages.features, ("features",)),
     PipelineStage("mono", stages.mono, ("mono",)),
     PipelineStage("tri", stages.tri, ("tri",), ("tri", "sat", "lstm")),
     PipelineStage("align", stages.align, (), ("lstm",)),
     PipelineStage("sat", stages.sat, ("sat",), ("sat",), aside=lambda recipe: not recipe.network.adapted),
-    PipelineStage("network", with_pretraining(stages.network), ("network", "train", "seed", "realign"), ("lstm",)),
-    PipelineStage("graph", stages.graph, ("words",)),
+    PipelineStage("network", with_pretraining(stages.network), ("network", "train", "seed", "realign_passes"), ("lstm",)),
+    PipelineStage("graph", stages.graph, ("language",)),
     PipelineStage("decode", stages.decode, ("decode", "scales", "dev_utterances", "systems", "sat")),
     PipelineStage("score", stages.score_all, ()),
 )
@@ -71,13 +71,13 @@ TRAINED_ON = (
 GIVEN_STAGES = (
     PipelineStage("states", kaldi_pipeline.states, tuple(f"given.{key}" for key in TRAINED_ON)),
     PipelineStage("network", with_pretraining(kaldi_pipeline.network), ("network", "train", "seed")),
-    PipelineStage("decode", kaldi_pipeline.decode, ("given", "decode", "scales", "dev_utterances")),
+    PipelineStage("decode", kaldi_pipeline.decode, ("kaldi", "decode", "scales", "dev_utterances")),
     PipelineStage("score", kaldi_pipeline.score_all, ()),
 )
 
 
 def stages_of(recipe: Recipe) -> Sequence[PipelineStage]:
-    return GIVEN_STAGES if recipe.given is not None else STAGES
+    return GIVEN_STAGES if recipe.kaldi is not None else STAGES
 
 
 def run_recipe(work: PipelineContext, until: str = "") -> dict[str, Any]:
@@ -131,15 +131,15 @@ def planned(recipe: Recipe, road: Sequence[PipelineStage]) -> list[tuple[Pipelin
 def fingerprint(recipe: Recipe, stage: PipelineStage, before: str) -> str:
     """Of everything that decides what a stage gives: its settings and the stages before it."""
     parts = {name: recipe.part(name) for name in stage.parts}
-    if "network" in parts and recipe.network.start_from:
-        parts["network"]["start_from"] = pretrained_fingerprint(recipe)
+    if "network" in parts and recipe.network.init_from:
+        parts["network"]["init_from"] = pretrained_fingerprint(recipe)
     return hashlib.sha256(json.dumps([before, stage.name, parts], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def pretrained_fingerprint(recipe: Recipe) -> str:
     """What the network begins from, as a fingerprint: all that decides another recipe's network, or the weights themselves."""
     if recipe.starts_after is None:
-        return stages.weights_hash(model_folder(Path(recipe.network.start_from)))
+        return stages.weights_hash(model_folder(Path(recipe.network.init_from)))
     before = load(recipe.starts_after)
     return next(its_print for stage, its_print in planned(before, stages_of(before)) if stage.name == "network")
 

@@ -42,8 +42,8 @@ from roundelay.report.run_reader import EVENTS, engine_folder
 from roundelay.speech.corpora import readers
 from roundelay.speech.corpora.data_dir import Corpus, Utterance, read_data_dir, write_data_dir
 from roundelay.speech.decode import choose_scale, decode_all
-from roundelay.speech.features.extract import FeatureOptions, FeatureStore, extract, from_spec
-from roundelay.speech.features.feature_store import Stream
+from roundelay.speech.features.extract import FeatureOptions, extract
+from roundelay.speech.features.feature_store import FeatureStore, Stream, from_spec
 from roundelay.speech.features.speed_perturb import at_other_speeds
 from roundelay.speech.graph.hclg import Graph, build_graph
 from roundelay.speech.graph.ngram import estimate, one_of
@@ -112,14 +112,19 @@ def data(work: PipelineContext) -> None:
             kept = [u if not several else replace(u, id=f"{name}-{u.id}", speaker=f"{name}-{u.speaker}") for u in utterances]
             sets.setdefault(part if part in ("train", "dev") or not several else name, []).extend(kept)
     said = [u.words for u in sets["train"]]  # once, however many copies follow
-    if recipe.speeds:
+    if recipe.speed_perturb:
         sets["train"] += at_other_speeds(
-            sets["train"], recipe.speeds, folder / "speeds", recipe.features.rate, jobs=work.jobs, progress=work.progress
+            sets["train"],
+            recipe.speed_perturb,
+            folder / "speed_perturb",
+            recipe.features.rate,
+            jobs=work.jobs,
+            progress=work.progress,
         )
     for part, utterances in sets.items():
         write_data_dir(folder / part, utterances)
         known = corpus_folder(work) / part / word_times.FILE
-        if not several and known.exists() and not (recipe.speeds and part == "train"):
+        if not several and known.exists() and not (recipe.speed_perturb and part == "train"):
             shutil.copy(known, folder / part / word_times.FILE)
         speakers = len({u.speaker for u in utterances})
         work.say(f"  {part}: {len(utterances)} utterances, {speakers} speakers")
@@ -161,21 +166,21 @@ def write_words(work: PipelineContext, sets: dict[str, list[Utterance]], said: S
     recipe, folder = work.recipe, work.run / "data"
     corpus = corpus_folder(work)
     words = sorted({word for part in ("train", "dev") for u in sets[part] for word in u.words})
-    if recipe.words.lexicon == "corpus":
+    if recipe.language.lexicon == "corpus":
         shutil.copy(corpus / "lexicon.txt", folder / "lexicon.txt")
-    elif recipe.words.lexicon == "espeak":
+    elif recipe.language.lexicon == "espeak":
         pronounce(words).write(folder / "lexicon.txt")
     else:
-        Lexicon.read(recipe.folder / recipe.words.lexicon).write(folder / "lexicon.txt")
+        Lexicon.read(recipe.folder / recipe.language.lexicon).write(folder / "lexicon.txt")
     lexicon = work.lexicon()
-    if recipe.words.one_word:
+    if recipe.language.isolated_words:
         lines = sorted(lexicon.entries)
-    elif recipe.words.text == "corpus":
+    elif recipe.language.text == "corpus":
         lines = (corpus / "lm.txt").read_text().splitlines()
-    elif recipe.words.text == "train":
+    elif recipe.language.text == "train":
         lines = [" ".join(words) for words in said]
     else:
-        lines = (recipe.folder / recipe.words.text).read_text().splitlines()
+        lines = (recipe.folder / recipe.language.text).read_text().splitlines()
     (folder / "lm.txt").write_text("".join(f"{line}\n" for line in lines))
     missing = lexicon.missing(words)
     if missing:
@@ -297,11 +302,11 @@ def scaled_scores(system: System, store: Stream, scale: float, utterance: str) -
 
 
 def network(work: PipelineContext) -> None:
-    """The LSTM; with `realign` it then aligns its own training set, and the next one learns from that."""
+    """The LSTM; with `realign_passes` it then aligns its own training set, and the next one learns from that."""
     folder, alignments = work.run / "network", work.run / "alignments"
-    for number in range(work.recipe.realign + 1):
+    for number in range(work.recipe.realign_passes + 1):
         if number:
-            work.say(f"  aligning with the network, {number} of {work.recipe.realign}")
+            work.say(f"  aligning with the network, {number} of {work.recipe.realign_passes}")
             folder, alignments = work.run / f"network-{number + 1}", work.run / f"alignments-{number + 1}"
             align_sets(work, alignments, open_system(work.run, "lstm"))
         train_network(work, folder, work.recipe.train, alignments, work.recipe.seed)
@@ -363,7 +368,7 @@ def pretrained_model(work: PipelineContext) -> Path | None:
     before = pretraining_run(work)
     if before is not None:
         return before.run / "lstm"
-    named = work.recipe.network.start_from
+    named = work.recipe.network.init_from
     return model_folder(Path(named)) if named else None
 
 
@@ -374,7 +379,7 @@ def weights_hash(folder: Path) -> str:
     except OSError as error:
         raise DataError(
             f"the network to start from cannot be read: {error}",
-            where=f"network.start_from, {folder}",
+            where=f"network.init_from, {folder}",
             hint="name a recipe, a finished run, or a folder with model.json and model.safetensors",
         ) from error
 
@@ -394,7 +399,7 @@ def task_file(
     }
     begun = pretrained_model(work)
     if begun is not None:
-        options["start_from"] = str(begun.resolve())
+        options["init_from"] = str(begun.resolve())
     wanted = {"task": "roundelay.speech.nnet.frame_task:FrameTask", "seed": seed, **settings}
     if work.recipe.network.packed:
         options["archive"] = str(archive_for(options, alignments, jobs=work.jobs, progress=work.progress, say=work.say))
@@ -427,8 +432,8 @@ def finish_network(work: PipelineContext, trained: Path, folder: Path) -> None:
 def graph(work: PipelineContext) -> None:
     lexicon = work.lexicon()
     sentences = [line.split() for line in (work.run / "data" / "lm.txt").read_text().splitlines() if line.strip()]
-    order = work.recipe.words.order
-    lm = one_of(lexicon.entries) if work.recipe.words.one_word else estimate(sentences, order, sorted(lexicon.entries))
+    order = work.recipe.language.order
+    lm = one_of(lexicon.entries) if work.recipe.language.isolated_words else estimate(sentences, order, sorted(lexicon.entries))
     lm.write_arpa(work.run / "lm.arpa")
     perplexity, unknown = {}, {}
     for name in work.sets():

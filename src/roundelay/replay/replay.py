@@ -113,7 +113,7 @@ class Replay:
         if self._first is None:
             self._first = flat.phi.clone()
         flat.phi.copy_(self._first)
-        optimizer = OptimizerAdapter(flat, make_optimizer(plan, module), options.clip)
+        optimizer = OptimizerAdapter(flat, make_optimizer(plan, module), options.max_grad_norm)
         if options.schedule != "constant" or options.warmup_epochs > 0:
             optimizer.factor = lr_schedule(
                 options.schedule, card["samples"], card["total"], options.warmup_epochs, options.anneal_after_epochs
@@ -136,8 +136,8 @@ class Replay:
                 optimizer,
                 SeededTopologies(options.seed),
                 lambda: 0.0,
-                published=strategy.traits.shares_weights and rank in card["leaders"],
-                exact=options.exact,
+                shares_weights=strategy.traits.shares_weights and rank in card["leaders"],
+                deterministic_reduce=options.deterministic_reduce,
                 weight_gradients=strategy.traits.sample_weighting == "gradient",
                 steps_per_exchange=options.steps_per_exchange,
                 node=cast(Communicator, node) if node is not None else None,

@@ -84,8 +84,8 @@ class ReplayScheduler:
         return moved
 
     def _head(self, vector: int) -> LogEntry | None:
-        order, context = self.orders[vector], self._next[vector]
-        return order[context] if place < len(order) else None
+        order, at = self.orders[vector], self._next[vector]
+        return order[at] if at < len(order) else None
 
     def _take(self, *vectors: int) -> None:
         for vector in vectors:
@@ -226,7 +226,7 @@ class ReplayCommunicator:
         self._circle.brought.pop(self._number - 64, None)  # long taken by everybody
         return PendingResult(self._stage, lambda: len(table) == self.size, lambda: finish(table))
 
-    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> PendingResult:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> PendingResult:
         def finish(brought: dict[int, Any]) -> Tensor:
             rows = torch.stack([brought[r][0].reshape(-1) for r in range(self.size)])
             weights = torch.tensor([1.0 if brought[r][1] is None else brought[r][1] for r in range(self.size)], dtype=x.dtype)
@@ -260,7 +260,7 @@ class ReplayCommunicator:
     def node_group(self, like: Tensor) -> ReplayCommunicator:
         return self
 
-    broadcast, add_up = cast, all_reduce_
+    reduce = all_reduce_
 
     def publish(self, vector: Tensor) -> ReplayedVector:
         kernels.compile_for(vector.dtype)

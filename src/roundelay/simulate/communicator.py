@@ -1,6 +1,6 @@
-"""The virtual wire: `Net` in virtual time.
+"""The virtual backend: `Net` in virtual time.
 
-A rendezvous is done when its last member has arrived, plus the time the links take. The arithmetic is that of the wire for
+A rendezvous is done when its last member has arrived, plus the time the links take. The arithmetic is that of the backend for
 threads, so the bits are too.
 """
 
@@ -227,7 +227,7 @@ class SimulatedCommunicator:
 
     # -- rendezvous ------------------------------------------------------------------------------------------------
 
-    def all_reduce_mean(self, x: Tensor, weight: float | None = None, exact: bool = False) -> Work:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> Work:
         size = self.job.bytes_of(x)
         self._bytes += 2 * size * (self.size - 1) / self.size
         return self._bring(

@@ -24,7 +24,7 @@ class SimulatedSharedWeights:
     """A vector that neighbours may read and change. One thing runs at a time, so it needs no lock; leaving it takes the time
     of the copy between host memory and the learner's device."""
 
-    __slots__ = ("_copies", "_job", "_rank", "_size", "history", "vector", "version")
+    __slots__ = ("_copies", "_job", "_rank", "_size", "update_log", "vector", "version")
 
     def __init__(self, job: SimulatedJob, rank: int, vector: Tensor) -> None:
         self._job, self._rank = job, rank
@@ -54,8 +54,22 @@ class SimulatedPeer:
     """One learner's agent: what it has entered, met and been asked for."""
 
     __slots__ = (
-        "asked", "bytes", "entered", "metrics", "gradients", "met", "open", "opened_at", "owed_from", "per_meeting",
-        "published", "rank", "rested", "round", "snapshot", "taken",
+        "asked",
+        "bytes",
+        "entered",
+        "gradients",
+        "met",
+        "metrics",
+        "open",
+        "opened_at",
+        "owed_from",
+        "per_meeting",
+        "rank",
+        "rested",
+        "round",
+        "shared_weights",
+        "snapshot",
+        "taken",
     )  # fmt: skip
 
     def __init__(self, rank: int, shared_weights: SimulatedSharedWeights, steps_per_exchange: float) -> None:

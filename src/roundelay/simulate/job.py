@@ -50,7 +50,7 @@ class SimulatedJob:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def bytes_of(self, x: Tensor) -> float:
-        """What a vector weighs on the wire."""
+        """What a vector weighs on the backend."""
         if self.model_bytes and x.numel() == 1 and x.dtype == torch.float32:
             return self.model_bytes
         return float(x.numel() * x.element_size())

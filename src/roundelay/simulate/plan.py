@@ -81,7 +81,7 @@ def choices(cluster: Cluster) -> list[Choice]:
 def timed(cluster: Cluster, job: PlannedJob, choice: Choice, batch: int | None = None) -> SimulationResult:
     """Some steps of it, scaled to the whole run."""
     if choice.strategy == "single":
-        cluster = cluster.cut(1)
+        cluster = cluster.first(1)
     block = int(choice.settings.get("K", 1))
     steps = max(16, 2 * block)
     return simulate_timing(

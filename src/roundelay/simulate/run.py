@@ -52,7 +52,7 @@ class SimulationResult:
     """Of the run as asked for: at samples_per_s where only a part of it was simulated."""
     staleness: dict[int, int]
     bytes_per_step: float
-    """That one learner puts on its wire, in the mean."""
+    """That one learner puts on its backend, in the mean."""
     digest: str
     """Of the final weights, or of the order of events where nothing was learned."""
     per_learner: list[dict[str, Any]] = field(default_factory=list)
@@ -129,7 +129,15 @@ def simulate_timing(
     task = TimingOnlyTask(steps * batch * size)
     if traits.optimizer_state != "average":
         momentum = 0.0  # nobody sends it, and its arithmetic is part of the modelled step
-    plan = RunConfig(epochs=1.0, batch=batch, lr=0.1, momentum=momentum, evaluate=False, progress="none", save_every_epochs=2.0)
+    plan = RunConfig(
+        epochs=1.0,
+        batch=batch,
+        lr=0.1,
+        momentum=momentum,
+        eval_at_checkpoint=False,
+        progress="none",
+        checkpoint_every_epochs=2.0,
+    )
     outcome = _run(cluster, task, options, plan, 4.0 * parameters, run, spans)
     if samples is not None:
         outcome.hours = (epochs or 1.0) * samples / outcome.samples_per_s / 3600

@@ -91,7 +91,7 @@ class SimulatedCluster:
         try:
             comm = SimulatedCommunicator(self.job, range(self.size), rank, "all")
             names = self.machines
-            context = DistributedContext(comm, rank, self.size, names, names, torch.device("cpu"), host=self.hosts[rank])
+            context = DistributedContext(comm, rank, self.size, names, names, torch.device("cpu"), runtime=self.hosts[rank])
             self.results[rank] = work(context, *args)
         except greenlet.GreenletExit:
             raise

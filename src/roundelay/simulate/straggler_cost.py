@@ -65,7 +65,7 @@ def straggler_cost(run: Path, rank: int, options: EngineConfig, batch: int, para
     paces = [ran[r].pace for r in range(len(ran))]
     usual = statistics.median(pace for r, pace in enumerate(paces) if r != rank)
     rendezvous = min(r.comm_s / max(r.steps, 1) for r in ran.values())
-    names = fake_machines(["here"] * len(ran), options.machines)
+    names = fake_machines(["here"] * len(ran), options.simulate_nodes)
     cluster = Cluster(
         name=f"as measured in {run.name}",
         machines=tuple(MachineGroup(1, names.count(name)) for name in dict.fromkeys(names)),

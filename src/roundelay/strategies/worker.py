@@ -115,13 +115,13 @@ class Worker:
         clock: Callable[[], float],
         *,
         shares_weights: bool,
-        exact: bool = False,
+        deterministic_reduce: bool = False,
         weight_gradients: bool = True,
         steps_per_exchange: float = 1.0,
         node: Communicator | None = None,
     ) -> None:
         self.comm, self.flat, self.optimizer, self.topologies, self.clock = comm, flat, optimizer, topologies, clock
-        self.exact = exact
+        self.deterministic_reduce = deterministic_reduce
         self._on_cpu = flat.device.type == "cpu"
         self.node = node if node is not None and node.size > 1 else None
         self._node_group = self.node.node_group(flat.phi) if self.node is not None else None
@@ -252,7 +252,7 @@ class Worker:
 
     def mean_grad(self) -> Gradient:
         """The sample-weighted mean of everybody's gradient; buckets of it travel while backward goes on."""
-        if self.size == 1 or self.exact or self.node is not None:
+        if self.size == 1 or self.deterministic_reduce or self.node is not None:
             g = self.grad()
             if self.size == 1:
                 g.share = 1.0
@@ -292,7 +292,7 @@ class Worker:
             self._g = self._node_group.slot
         if self._g is None:
             self._g = torch.empty_like(self.flat.phi)
-        if self.exact:
+        if self.deterministic_reduce:
             with self.timer("compute"):
                 self._run()
             with self.timer("comm"):
@@ -374,7 +374,7 @@ class Worker:
         """The mean of everybody's x is under way; x must stay as it is until waited for."""
         if self.size == 1:
             return _Ready(materialize(x).clone())
-        return self.comm.all_reduce_mean(materialize(x), weight, self.exact)
+        return self.comm.all_reduce_mean(materialize(x), weight, self.deterministic_reduce)
 
     def mean(self, x: Vector, weight: float | None = None) -> Tensor:
         """The (weighted) mean of everybody's x; everybody calls it."""

@@ -1,4 +1,4 @@
-"""The battery: laws that every strategy keeps on every wire. Also for strategies out of the tree:
+"""The battery: laws that every strategy keeps on every backend. Also for strategies out of the tree:
 
     from roundelay.testing.conformance import check_strategy, in_threads
     check_strategy("my.module:Mine", in_threads, sizes=(1, 2, 3, 4), folder=tmp)
@@ -73,10 +73,10 @@ class RunSpec:
     epochs: float = 2.0
     momentum: float = 0.9
     optimizer: str = "sgd"
-    clip: float = 0.0
-    slow: str = ""
-    exact: bool = True
-    machines: int = 0
+    max_grad_norm: float = 0.0
+    straggler: str = ""
+    deterministic_reduce: bool = True
+    simulate_nodes: int = 0
     run: str = ""
     resume: str = "no"
     seed: int = 0
@@ -86,9 +86,9 @@ class RunSpec:
             strategy=self.strategy,
             strategy_options=dict(self.strategy_options),
             topology=self.topology,
-            slow=self.slow,
-            exact=self.exact,
-            clip=self.clip,
+            straggler=self.straggler,
+            deterministic_reduce=self.deterministic_reduce,
+            max_grad_norm=self.max_grad_norm,
             seed=self.seed,
             timeout_s=30.0,
         )
@@ -173,7 +173,7 @@ def check_strategy(
         for size in sizes:
             if name == "single" and size > 1:
                 continue
-            case = RunSpec(name, settings, machines=2 if "hierarchical" in name and size > 2 else 0)
+            case = RunSpec(name, settings, simulate_nodes=2 if "hierarchical" in name and size > 2 else 0)
             for law in CHECKS:
                 if law(case, traits, run, size, base):
                     checked.append(f"{law.__name__}/{size}")
@@ -181,7 +181,7 @@ def check_strategy(
 
 
 def _go(run: Runner, job: Any, case: RunSpec, *args: Any, size: int) -> list[Any]:
-    return run(job, case, *args, size=size, machines=case.machines)
+    return run(job, case, *args, size=size, simulate_nodes=case.simulate_nodes)
 
 
 def check_single_worker_equals_sgd(case: RunSpec, traits: Any, run: Runner, size: int, base: Path) -> bool:
@@ -220,9 +220,9 @@ def check_deterministic(case: RunSpec, traits: Any, run: Runner, size: int, base
     if not traits.deterministic:
         return False
     first, second = (_go(run, run_toy_task, case, size=size)[0]["w"] for _ in range(2))
-    threads = run_threads(run_toy_task, case, size=size, machines=case.machines)[0]["w"]
+    threads = run_threads(run_toy_task, case, size=size, simulate_nodes=case.simulate_nodes)[0]["w"]
     assert np.array_equal(first, second), "two runs differ"
-    assert np.array_equal(first, threads), f"the wire differs from threads by {np.abs(first - threads).max()}"
+    assert np.array_equal(first, threads), f"the backend differs from threads by {np.abs(first - threads).max()}"
     return True
 
 

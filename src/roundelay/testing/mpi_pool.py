@@ -1,4 +1,4 @@
-"""The pool's processes under mpirun, for jobs on wire mpi: one mpirun for many small jobs, each on a communicator of its own.
+"""The pool's processes under mpirun, for jobs on backend mpi: one mpirun for many small jobs, each on a communicator of its own.
 
 The members call home through a socket in the file system, which they reach from any network namespace of this machine.
 """
@@ -40,7 +40,7 @@ def mpirun(size: int, options: Sequence[str] = ()) -> list[str]:
 
 
 class MpiPool(ProcessPool):
-    """`size` processes under one mpirun, which gets these `options` too and is started by the command `within`, if any; `host`:
+    """`size` processes under one mpirun, which gets these `options` too and is started by the command `within`, if any; `bind_address`:
     the address where rank 0 serves the store."""
 
     def __init__(self, size: int, options: Sequence[str] = (), within: Sequence[str] = (), host: str = "127.0.0.1") -> None:

@@ -24,9 +24,9 @@ JobFunction = Callable[..., Any]
 class ProcessPool:
     """`size` processes; `run(job, size=n)` calls job(context, *args) on n of them and returns their results by rank."""
 
-    def __init__(self, size: int, wire: str = "auto", machines: Sequence[str] | None = None) -> None:
-        self.size, self.wire = size, wire
-        self.machines = list(machines or ["here"] * size)
+    def __init__(self, size: int, backend: str = "auto", simulate_nodes: Sequence[str] | None = None) -> None:
+        self.size, self.wire = size, backend
+        self.simulate_nodes = list(simulate_nodes or ["here"] * size)
         self._server = serve_store("127.0.0.1")
         self._numbers = itertools.count()
         self._members: list[tuple[Any, Connection]] = []
@@ -35,7 +35,9 @@ class ProcessPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_member, args=(theirs, rank, self._server.port, self.machines[rank]), daemon=True)
+            process = context.Process(
+                target=_member, args=(theirs, rank, self._server.port, self.simulate_nodes[rank]), daemon=True
+            )
             process.start()
             theirs.close()
             self._members.append((process, ours))
@@ -52,13 +54,13 @@ class ProcessPool:
         self._members = []
 
     def run(
-        self, job: JobFunction, *args: Any, size: int | None = None, timeout_s: float = 60.0, machines: int = 0
+        self, job: JobFunction, *args: Any, size: int | None = None, timeout_s: float = 60.0, simulate_nodes: int = 0
     ) -> list[Any]:
         """Runs a job on the first `size` members. A hang is an error after timeout_s, and ends the pool."""
         size = size or self.size
         number = next(self._numbers)
         for rank in range(size):
-            self._members[rank][1].send((job, args, number, size, self.wire, machines))
+            self._members[rank][1].send((job, args, number, size, self.wire, simulate_nodes))
         results: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         pipes: dict[Any, int] = {self._members[rank][1]: rank for rank in range(size)}
@@ -70,7 +72,7 @@ class ProcessPool:
                 late = sorted(set(range(size)) - set(results))
                 raise PeerLost(
                     failure or f"job {number} did not end in {timeout_s:.0f} s",
-                    where=f"ranks {late} of {size}, wire {self.wire}",
+                    where=f"ranks {late} of {size}, backend {self.wire}",
                 )
             pipe: Any
             for pipe in ready:
@@ -83,7 +85,7 @@ class ProcessPool:
                     failure = f"rank {rank}: {problem}"
                     deadline = min(deadline, time.monotonic() + 15.0)
         if failure is not None:
-            raise PeerLost(f"a job failed: {failure}", where=f"wire {self.wire}")
+            raise PeerLost(f"a job failed: {failure}", where=f"backend {self.wire}")
         return [results[rank] for rank in range(size)]
 
 
@@ -99,7 +101,7 @@ def do_jobs(pipe: Connection, rank: int, machine: str, server: TCPStore) -> None
     frozen = False
     while True:
         try:
-            job, args, number, size, wire, machines = pipe.recv()
+            job, args, number, size, backend, simulate_nodes = pipe.recv()
         except EOFError:
             return
         context: DistributedContext | None = None
@@ -109,11 +111,11 @@ def do_jobs(pipe: Connection, rank: int, machine: str, server: TCPStore) -> None
                 rank,
                 size,
                 machine,
-                wire=wire,
-                host="127.0.0.1",
+                backend=backend,
+                bind_address="127.0.0.1",
                 timeout_s=30.0,
                 device=torch.device("cpu"),
-                machines=machines,
+                simulate_nodes=simulate_nodes,
                 digest={},
             )
             pipe.send((job(context, *args), None))

@@ -21,8 +21,7 @@ from roundelay.comm.gossip.transport import ConnectionClosed, ConnectionSet, Mes
 from roundelay.comm.shared_memory import DONE, ENTERED, HISTORY, VERSION, SharedVector, SharedVectors
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching
-from roundelay.core.update_log import Op
-from roundelay.core.update_log import UpdateLog
+from roundelay.core.update_log import Op, UpdateLog
 from roundelay.errors import PeerLost, RoundelayError
 
 PATIENCE_S = 0.2
@@ -49,7 +48,7 @@ class GossipThread:
         listener: socket.socket | None,
         lost: Callable[[int, str], None],
     ) -> None:
-        self.rank, self.size, self.board, self.shared_weights = board.rank, size, board, published
+        self.rank, self.size, self.board, self.shared_weights = board.rank, size, board, shared_weights
         self.dead: set[int] = set()
         self.update_log: UpdateLog | None = None
         self.round = 0

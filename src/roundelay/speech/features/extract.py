@@ -19,17 +19,14 @@ from roundelay.core.process_map import process_map
 from roundelay.errors import DataError, UsageError
 from roundelay.speech.corpora.data_dir import Corpus, Utterance
 from roundelay.speech.features.audio import read_audio
-from roundelay.speech.features.fbank import add_deltas, cepstra, frame_count, log_mel
+from roundelay.speech.features.fbank import frame_count, log_mel
 from roundelay.speech.features.feature_store import (
     DATA,
     FORMAT,
     INDEX,
     RANGES,
     FeatureStore,
-    from_spec,
 )
-
-__all__ = ["ConcatFeatures", "FeatureOptions", "FeatureStore", "add_deltas", "cepstra", "extract", "from_spec"]
 
 SHORTEST_FRAMES = 3
 LONGEST_S = 120.0

@@ -95,14 +95,14 @@ class UtteranceBlock:
             self.keys[id] = keys[np.arange(frames) * total // frames].astype(np.int32)
         return skipped
 
-    def train(self, model: AlignmentModel, realign: bool, edges: bool = False) -> PassResult:
+    def train(self, model: AlignmentModel, realign_passes: bool, edges: bool = False) -> PassResult:
         """Statistics of a pass, after aligning anew if wanted (with pauses at both ends for certain: `edges`)."""
         found = PassResult(
             GmmStatistics.empty(model.gmm.components, model.gmm.dim), np.zeros(model.num_pdfs), np.zeros(model.num_pdfs)
         )
         for id, words in self.utterances:
             x = self.features(id, model.frontend)
-            if realign:
+            if realign_passes:
                 try:
                     self.keys[id] = model.align_features(x, words, self.graph(id, words, model, edges), id).keys
                 except DataError as error:

@@ -45,7 +45,7 @@ class MonoOptions:
     passes                   over the corpus; the first ten align anew, later ones at wider intervals
     gaussians                per state, on average, at the end
     deltas                   orders of slopes beside the cepstra
-    certain_pauses           share of the passes, from the first, in which utterances begin and end with a pause for certain:
+    force_edge_silence_passes           share of the passes, from the first, in which utterances begin and end with a pause for certain:
                              so silence learns all kinds of background, which words would otherwise take for their own.
                              Not for recordings that were cut close to the words
     """
@@ -56,7 +56,7 @@ class MonoOptions:
     passes: int = 30
     gaussians: int = 16
     deltas: int = 2
-    certain_pauses: float = 0.0
+    force_edge_silence_passes: float = 0.0
     seed: int = 0
     on_missing: OnMissing = "error"
 
@@ -138,7 +138,7 @@ def train_mono(
             raise DataError(f"no utterance can be aligned: {_reasons(skipped)}", where=str(corpus.folder))
         budget = min(options.gaussians * pdfs, int(moments[0]) // FRAMES_PER_COMPONENT)
         aligning = [n for n in range(2, options.passes + 1) if n <= 11 or (n <= 21 and n % 2) or n % 3 == 0]
-        edges = int(options.certain_pauses * options.passes)
+        edges = int(options.force_edge_silence_passes * options.passes)
         schedule = _Schedule("mono", options.passes, aligning, max(budget, pdfs), options.seed, edges=edges)
         return schedule.run(model, crew, VARIANCE_FLOOR * variance, say, progress)
 
@@ -269,8 +269,8 @@ class _Schedule:
         began_with = model.gmm.components
         for number in range(1, self.passes + 1):
             began = time.perf_counter()
-            realign = number in self.aligning
-            found = _collect(crew, model, realign, edges=number <= self.edges)
+            realign_passes = number in self.aligning
+            found = _collect(crew, model, realign_passes, edges=number <= self.edges)
             gmm = model.gmm.updated(found.gmm, floor)
             if number < growing:
                 target = began_with + (self.components - began_with) * number // (growing - 1)
@@ -280,7 +280,7 @@ class _Schedule:
                 f"{self.name} pass {number}/{self.passes}: log likelihood {found.gmm.loglike / found.gmm.frames:.3f}, "
                 f"{model.gmm.components} Gaussians, {found.utterances} utterances"
                 + (f", skipped {len(found.skipped)}" if found.skipped else "")
-                + f"{', aligned' if realign else ''}, {time.perf_counter() - began:.1f} s"
+                + f"{', aligned' if realign_passes else ''}, {time.perf_counter() - began:.1f} s"
             )
             shown.step(number, self.passes, f"log likelihood {found.gmm.loglike / found.gmm.frames:.2f}")
             seen = found.stay + found.leave
@@ -318,8 +318,8 @@ def replace_model(model: AlignmentModel, *, gmm: Gmm, self_loop: Array, frontend
     )
 
 
-def _collect(crew: EmWorkers, model: AlignmentModel, realign: bool, where: str = "", edges: bool = False) -> PassResult:
-    results: list[PassResult] = crew.call("train", model, realign, edges)
+def _collect(crew: EmWorkers, model: AlignmentModel, realign_passes: bool, where: str = "", edges: bool = False) -> PassResult:
+    results: list[PassResult] = crew.call("train", model, realign_passes, edges)
     total = results[0]
     for result in results[1:]:
         total.add(result)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from roundelay.errors import UsageError
 from roundelay.speech.features import windows
 from roundelay.speech.features.augment import Masks, Warp
-from roundelay.speech.features.extract import from_spec
 from roundelay.speech.features.fbank import SHIFT_S
-from roundelay.speech.features.feature_store import ConcatFeatures, FeatureStore, Stream
+from roundelay.speech.features.feature_store import ConcatFeatures, FeatureStore, Stream, from_spec
 from roundelay.speech.hmm.align import Alignments, matched
 from roundelay.speech.nnet.lstm import AcousticModel, ModelShape, model_folder, preset_shape
 
@@ -36,9 +35,9 @@ class FrameTask:
 
     features, alignments   folders written by `roundelay prepare` and `roundelay align` (features may be pasted: "a.scp+b.scp")
     valid_features, valid_alignments   the same of held-out speakers
-    mask_mels, mask_frames   widest band and longest stretch that is hidden from the network while it learns; 0: none
+    spec_augment_freq, spec_augment_time   widest band and longest stretch that is hidden from the network while it learns; 0: none
     warp                   frequencies are stretched by up to this share while it learns, such as 0.1; 0: not
-    start_from             a trained model (a folder, or a recipe's run): its layers but the last are where training begins
+    init_from             a trained model (a folder, or a recipe's run): its layers but the last are where training begins
     model                  a preset; layers, hidden, bottleneck, dropout change it; inputs and outputs follow from the data
     """
 
@@ -50,19 +49,19 @@ class FrameTask:
         valid_alignments: str,
         model: str = "small",
         window: int = 21,
-        margin: int = 0,
+        context: int = 0,
         seed: int = 0,
         layers: int | None = None,
         hidden: int | None = None,
         bottleneck: int | None = None,
         dropout: float | None = None,
-        mask_mels: int = 0,
-        mask_frames: int = 0,
-        warp: float = 0.0,
-        start_from: str = "",
+        spec_augment_freq: int = 0,
+        spec_augment_time: int = 0,
+        vtlp: float = 0.0,
+        init_from: str = "",
         valid_utterances: int = 200,
     ) -> None:
-        self.seed, self.window, self.margin = seed, window, margin
+        self.seed, self.window, self.context = seed, window, context
         self._features, self._targets = from_spec(features), Alignments.open(Path(alignments))
         self._valid_features, self._valid_targets = from_spec(valid_features), Alignments.open(Path(valid_alignments))
         self._open_training(features)
@@ -73,12 +72,12 @@ class FrameTask:
             model,
             inputs=self._features.dim,
             outputs=self._targets.num_pdfs,
-            edge=margin,
+            edge=context,
             **{name: value for name, value in changes.items() if value is not None},
         )
-        self._start_from = Path(start_from) if start_from else None
-        self._masks = self._make_masks(mask_mels, mask_frames)
-        self._warp = self._make_warp(warp)
+        self._start_from = Path(init_from) if init_from else None
+        self._masks = self._make_masks(spec_augment_freq, spec_augment_time)
+        self._warp = self._make_warp(vtlp)
         self._order: tuple[int, np.ndarray] | None = None
         self._cache: dict[str, np.ndarray] = {}
         self._cached_frames = 0
@@ -93,7 +92,7 @@ class FrameTask:
         static = getattr(self._features, "static_dim", 0)
         if isinstance(self._features, ConcatFeatures) or not static or not 0 <= mels <= static or frames < 0:
             raise UsageError(
-                f"mask_mels = {mels}, mask_frames = {frames} do not fit these features",
+                f"spec_augment_freq = {mels}, spec_augment_time = {frames} do not fit these features",
                 where=self._features.name,
                 hint=f"give a band of at most {static or 0} mels; pasted streams cannot be masked",
             )
@@ -135,7 +134,7 @@ class FrameTask:
         if order is None or order[0] != epoch:
             order = self._order = (epoch, windows.order(self.seed, epoch, self.samples))
         chosen = order[1][start:stop]
-        x, y = windows.gather(self.windows, chosen, self.ids, self, self._targets, self.margin)
+        x, y = windows.gather(self.windows, chosen, self.ids, self, self._targets, self.context)
         self._change(x, chosen, epoch)
         return torch.from_numpy(x), torch.from_numpy(y)
 
@@ -181,7 +180,7 @@ class FrameTask:
 
     @cached_property
     def _validation(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return list(padded_batches(self.valid_ids, self._valid_features, self._valid_targets, self.margin))
+        return list(padded_batches(self.valid_ids, self._valid_features, self._valid_targets, self.context))
 
 
 def device_of(module: nn.Module) -> torch.device:

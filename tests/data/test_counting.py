@@ -1,0 +1,61 @@
+"""Every epoch sees every example of an archive exactly once: under every strategy, with one very slow learner."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+from packed import corpus, packed
+from torch import Tensor, nn
+
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig, train
+from roundelay.launch.context import DistributedContext
+from roundelay.launch.threads import run_threads
+from roundelay.recipes.packed_task import PackedTask
+from roundelay.strategies import STRATEGIES
+
+EPOCHS = 2
+
+
+class Counting(PackedTask):
+    """Writes down the examples that gradients are computed on."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen: Counter[tuple[int, int]] = Counter()
+        self._noting = threading.Lock()
+
+    def batch(self, epoch: int, start: int, stop: int) -> Any:
+        numbers = self.examples.batch(epoch, start, stop).numbers
+        return super().batch(epoch, start, stop), [(epoch, int(n)) for n in numbers]
+
+    def loss(self, module: nn.Module, batch: Any) -> Tensor:
+        with self._noting:
+            self.seen.update(batch[1])
+        return super().loss(module, batch[0])
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("counted")
+    told = corpus(folder)
+    archive = packed(folder / "archive", told, margin=2)
+    return {"archive": str(archive), "window": 21, "margin": 2, "model": "tiny", "hidden": 4, "bottleneck": 3, **told}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_epoch_sees_every_example_once(options: dict[str, Any], name: str) -> None:
+    task = Counting(**options)
+    strategy = "hierarchical(adpsgd)" if name == "hierarchical" else name
+    simulate_nodes, size = (2, 4) if name == "hierarchical" else (0, 1 if name == "single" else 3)
+
+    def learn(place: DistributedContext) -> dict[str, Any]:
+        plan = RunConfig(epochs=EPOCHS, batch=5, lr=0.01, evaluate=False, progress="none", loaders=2)
+        return train(task, place, EngineConfig(strategy=strategy, slow="1:4.0" if size > 1 else ""), plan)
+
+    results = run_threads(learn, size=size, simulate_nodes=simulate_nodes, timeout_s=90.0)
+    assert task.seen == {(epoch, n): 1 for epoch in range(EPOCHS) for n in range(task.samples)}
+    assert all("loader_s" in r for r in results)

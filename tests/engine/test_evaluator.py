@@ -1,0 +1,33 @@
+"""Judging checkpoints that others may already have removed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundelay.engine import trainer
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig, train
+from roundelay.launch.threads import run_threads
+from roundelay.metrics.events import read_events
+from roundelay.testing.conformance import ToyTask
+
+
+def test_a_checkpoint_that_is_gone_goes_unjudged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner that is `keep` checkpoints behind finds the folder removed: no reason to end the run, nor to judge no more."""
+    read = trainer.read_model
+
+    def too_late(path: Path, learner: Any) -> Any:
+        if path.name.endswith("24") and learner.rank == 1:
+            shutil.rmtree(path)
+        return read(path, learner)
+
+    monkeypatch.setattr(trainer, "read_model", too_late)
+    plan = RunConfig(epochs=3, batch=4, lr=0.05, run=tmp_path, progress="none", keep_checkpoints=9)
+    run_threads(lambda context: train(ToyTask(samples=24), context, EngineConfig(strategy="sync"), plan), size=2)
+    judged = [(e["position"], e["final"]) for e in read_events(tmp_path / "events.jsonl") if e["event"] == "evaluation"]
+    assert judged == [(48, False), (72, True)]
+    assert "samples-000000000024 was gone" in "".join(p.read_text() for p in (tmp_path / "log").iterdir())
