@@ -23,8 +23,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.sim_probe import ResultCache, learn, markdown, one_thread, say
+from benchmarks.sim_probe import ResultCache, learn, one_thread, say
 from benchmarks.stragglers import CLUSTER
+from roundelay.cli.tables import markdown
 from roundelay.core.interrupts import block_sigint
 from roundelay.engine.config import EngineConfig
 from roundelay.engine.trainer import RunConfig

@@ -31,7 +31,7 @@ from roundelay.data.examples import Examples
 from roundelay.data.loader import PrefetchLoader
 from roundelay.errors import RoundelayError, UsageError
 
-LAYOUT = Layout(window=21, margin=10, dim=40, deltas=2, compressed=True)
+LAYOUT = Layout(window=21, context=10, dim=40, deltas=2, compressed=True)
 BLOCK, LARGER, BATCHES = 256, 20, (32, 128)
 
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 def random_archive(folder: Path, blocks: int, times: int) -> Archive:
     """Random features of the usual shape; every block written so many times."""
     random = np.random.default_rng(0)
-    stored = LAYOUT.window + 2 * (LAYOUT.margin + LAYOUT.reach)
+    stored = LAYOUT.window + 2 * (LAYOUT.context + LAYOUT.reach)
     once = []
     for number in range(blocks):
         values = [random.integers(0, 256, (stored, LAYOUT.dim), np.uint8) for _ in range(BLOCK)]
@@ -112,7 +112,7 @@ def delivery(archive: Archive, batch: int, repeats: int) -> dict[str, Any]:
     return {
         "batch": batch, "frames_per_s_per_core": round(statistics.median(cpu)), "range": [round(min(cpu)), round(max(cpu))],
         "frames_per_s_wall": round(statistics.median(wall)), "repeats": repeats,
-        "delivered_with_margins_per_s": round(statistics.median(cpu) * (1 + 2 * LAYOUT.margin / LAYOUT.window)),
+        "delivered_with_margins_per_s": round(statistics.median(cpu) * (1 + 2 * LAYOUT.context / LAYOUT.window)),
     }  # fmt: skip
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.sim_probe import markdown, one_thread, say
+from benchmarks.sim_probe import one_thread, say
 from roundelay import topology
+from roundelay.cli.tables import markdown
 from roundelay.simulate import cluster as clusters
 from roundelay.simulate.cluster import StragglerModel
 from roundelay.simulate.run import SimulationResult, simulate_timing

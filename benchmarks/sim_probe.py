@@ -153,13 +153,3 @@ def say(text: str) -> None:
 
 def one_thread() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table for people."""
-
-    def cell(x: Any) -> str:
-        return "-" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x)
-
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(map(cell, row)) + " |" for row in rows])

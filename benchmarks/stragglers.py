@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.sim_probe import Learned, learn, markdown, one_thread, say
+from benchmarks.sim_probe import Learned, learn, one_thread, say
+from roundelay.cli.tables import markdown
 from roundelay.engine.config import EngineConfig
 from roundelay.engine.trainer import RunConfig
 from roundelay.simulate.cluster import (

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.sim_probe import Watch, markdown, one_thread, say
+from benchmarks.sim_probe import Watch, one_thread, say
 from roundelay import topology
+from roundelay.cli.tables import markdown
 from roundelay.engine.config import EngineConfig
 from roundelay.engine.learner import Learner
 from roundelay.engine.trainer import RunConfig

@@ -46,8 +46,8 @@ def script() -> Any:
 def task(tmp_path_factory: pytest.TempPathFactory) -> PackedTask:
     folder = tmp_path_factory.mktemp("jobs")
     told = corpus(folder)
-    archive = packed(folder / "archive", told, margin=2)
-    return PackedTask(archive=str(archive), window=21, margin=2, model="tiny", hidden=5, bottleneck=4, **told)
+    archive = packed(folder / "archive", told, context=2)
+    return PackedTask(archive=str(archive), window=21, context=2, model="tiny", hidden=5, bottleneck=4, **told)
 
 
 def arguments(task: PackedTask, folder: Path, **changes: Any) -> argparse.Namespace:

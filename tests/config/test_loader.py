@@ -137,13 +137,13 @@ def test_text_on_the_command_line_needs_no_quotes() -> None:
         ("progress=loud", "progress cannot be 'loud'", "choose one of: auto"),
         ("learners=1.5", "learners is 1.5, but must be int", "for example learners=1"),
         ("learners=two", "learners is 'two', but must be int", "for example learners=1"),
-        ("deterministic_reduce=1", "exact is 1, but must be bool", "for example deterministic_reduce=false"),
+        ("deterministic_reduce=1", "deterministic_reduce is 1, but must be bool", "for example deterministic_reduce=false"),
         ("epochs=true", "epochs is True, but must be float", "for example epochs=1.0"),
         ("lr=[1]", "lr is [1], but must be float", "for example lr=0.1"),
         ("run={}", "run is {}, but must be str", "for example run="),
         ("lr=-1", "lr is -1.0", "at least 0"),
         ("learners=0", "learners is 0", "at least 1"),
-        ("keep_checkpoints=0", "keep is 0", "at least 1"),
+        ("keep_checkpoints=0", "keep_checkpoints is 0", "at least 1"),
         ("seed=-1", "seed is -1", "at least 0"),
         ("timeout_s=0.5", "timeout_s is 0.5", "at least 1"),
         ("strategy_options=4", "strategy_options must be a table", "strategy_options.name=value"),
@@ -155,9 +155,9 @@ def test_text_on_the_command_line_needs_no_quotes() -> None:
 def test_mistakes_on_the_command_line(override: str, what: str, do: str) -> None:
     with pytest.raises(UsageError) as caught:
         load(None, [override])
-    assert caught.value.what == what
+    assert caught.value.message == what
     assert caught.value.where == "command line"
-    assert do in caught.value.do
+    assert do in caught.value.hint
 
 
 @pytest.mark.parametrize("name", sorted(MINIMUM))
@@ -189,7 +189,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path.write_text("strategy = sync\n")
     with pytest.raises(UsageError, match="is not valid TOML") as caught:
         load(path)
-    assert "quotes" in caught.value.do
+    assert "quotes" in caught.value.hint
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match=r"wrong\.toml"):
         load(path)

@@ -26,7 +26,7 @@ class Counted(Update):
         self.times.append(1)
         return self.value
 
-    def move(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
+    def add_to(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
         self.consume()
         w.add_(self.gain * self.value)
 

@@ -28,7 +28,7 @@ from roundelay.recipes.packed_task import PackedTask
 from roundelay.speech.features import windows
 from roundelay.speech.nnet.frame_task import FrameTask
 
-SHAPE: dict[str, Any] = {"window": 21, "margin": 6, "model": "tiny", "hidden": 4, "bottleneck": 3}
+SHAPE: dict[str, Any] = {"window": 21, "context": 6, "model": "tiny", "hidden": 4, "bottleneck": 3}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def test_masks_fall_on_the_same_windows_with_and_without_an_archive(told: dict[s
 
 
 def test_whole_utterances_stand_side_by_side_with_their_lengths(told: dict[str, str], tmp_path: Path) -> None:
-    folder = packed(tmp_path / "archive", told, examples="utterances", margin=2, block=4)
-    task = PackedTask(archive=str(folder), **told, **{**SHAPE, "margin": 2})
+    folder = packed(tmp_path / "archive", told, examples="utterances", context=2, block=4)
+    task = PackedTask(archive=str(folder), **told, **{**SHAPE, "context": 2})
     seen = []
     for start in range(0, task.samples, 5):
         made = task.examples.batch(0, start, min(start + 5, task.samples))
@@ -97,7 +97,7 @@ def test_uncompressed_values_are_the_features_themselves(told: dict[str, str], t
 
 
 def test_other_processes_pack_the_same_archive(told: dict[str, str], archive: Path, tmp_path: Path) -> None:
-    wanted = Packing(features=told["features"], alignments=told["alignments"], window=21, margin=6, block=8)
+    wanted = Packing(features=told["features"], alignments=told["alignments"], window=21, context=6, block=8)
     other = pack(wanted, tmp_path / "two", jobs=2, progress="none", shard_bytes=20_000).folder
     assert [(p.name, p.read_bytes()) for p in sorted(other.iterdir())] == [
         (p.name, p.read_bytes()) for p in sorted(archive.iterdir())
@@ -222,8 +222,8 @@ def test_an_archive_of_other_features_is_refused(archive: Path, tmp_path: Path, 
 def test_an_archive_of_other_windows_utterances_or_alignments_is_refused(
     told: dict[str, str], archive: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match="margin is 6 there and 3 here"):
-        PackedTask(archive=str(archive), **told, **{**SHAPE, "margin": 3})
+    with pytest.raises(DataError, match="context is 6 there and 3 here"):
+        PackedTask(archive=str(archive), **told, **{**SHAPE, "context": 3})
     fewer = corpus(tmp_path / "fewer", utterances=29)
     with pytest.raises(DataError, match="utterances is"):
         PackedTask(archive=str(archive), **fewer, **SHAPE)
@@ -271,7 +271,7 @@ def test_too_little_room_is_said_before_packing_begins(tmp_path: Path) -> None:
 
 
 def test_the_command_packs_verifies_and_tells(told: dict[str, str], jobs: Jobs) -> None:
-    options = [f"features={told['features']}", f"alignments={told['alignments']}", "margin=6", "block=8"]
+    options = [f"features={told['features']}", f"alignments={told['alignments']}", "context=6", "block=8"]
     found = jobs.run("pack", "archive", *options, "--verify", "--jobs", "1", "--json").expect(0)
     assert found.json["examples"] == len(Archive(jobs.folder / "archive"))
     assert "frames/s" in found.err

@@ -42,8 +42,8 @@ class Counting(PackedTask):
 def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("counted")
     told = corpus(folder)
-    archive = packed(folder / "archive", told, margin=2)
-    return {"archive": str(archive), "window": 21, "margin": 2, "model": "tiny", "hidden": 4, "bottleneck": 3, **told}
+    archive = packed(folder / "archive", told, context=2)
+    return {"archive": str(archive), "window": 21, "context": 2, "model": "tiny", "hidden": 4, "bottleneck": 3, **told}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -53,7 +53,7 @@ def test_every_epoch_sees_every_example_once(options: dict[str, Any], name: str)
     simulate_nodes, size = (2, 4) if name == "hierarchical" else (0, 1 if name == "single" else 3)
 
     def learn(place: DistributedContext) -> dict[str, Any]:
-        plan = RunConfig(epochs=EPOCHS, batch=5, lr=0.01, evaluate=False, progress="none", loaders=2)
+        plan = RunConfig(epochs=EPOCHS, batch=5, lr=0.01, eval_at_checkpoint=False, progress="none", num_workers=2)
         return train(task, place, EngineConfig(strategy=strategy, slow="1:4.0" if size > 1 else ""), plan)
 
     results = run_threads(learn, size=size, simulate_nodes=simulate_nodes, timeout_s=90.0)

@@ -166,7 +166,7 @@ def made() -> tuple[nn.Module, Flat, OptimizerAdapter]:
 
 def steps(module: nn.Module, flat: Flat, optimizer: OptimizerAdapter, numbers: Any) -> None:
     for k in numbers:
-        (-optimizer.delta(gradient(module, flat, k))).add_(flat.phi, flat.phi, True)
+        (-optimizer.delta(gradient(module, flat, k))).add_to(flat.phi, flat.phi, True)
 
 
 def test_a_saved_state_goes_on_to_the_bit() -> None:

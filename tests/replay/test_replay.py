@@ -26,7 +26,13 @@ from roundelay.testing.tasks import SyntheticFrames
 
 SMALL = SyntheticFrames(samples=240, held_out=8, hidden=6, frames=5)
 PLAN = RunConfig(
-    epochs=2, batch=4, lr=0.2, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=100, record_settings={"seed": 0}
+    epochs=2,
+    batch=4,
+    lr=0.2,
+    eval_at_checkpoint=False,
+    progress="none",
+    checkpoint_every_epochs=100,
+    record_settings={"seed": 0},
 )
 
 
@@ -152,7 +158,11 @@ def test_a_resumed_run_cannot_be_recorded(tmp_path: Path) -> None:
     run_threads(train_recorded, SMALL, EngineConfig(strategy="adpsgd"), plan, size=2)
     with pytest.raises(UsageError, match="begins with its run"):
         run_threads(
-            train_recorded, SMALL, EngineConfig(strategy="adpsgd"), replace(plan, record_settings={}, resume="auto", epochs=3), size=2
+            train_recorded,
+            SMALL,
+            EngineConfig(strategy="adpsgd"),
+            replace(plan, record_settings={}, resume="auto", epochs=3),
+            size=2,
         )
 
 

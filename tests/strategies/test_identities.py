@@ -148,8 +148,8 @@ def test_a_hierarchy_of_one_machine_is_sync(outer: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_hierarchy_of_machines_of_one_is_its_outer_strategy(size: int) -> None:
-    case = RunSpec("hierarchical(dpsgd)", machines=size)
-    one = in_threads(run_toy_task, case, size=size, machines=size)[0]["w"]
+    case = RunSpec("hierarchical(dpsgd)", simulate_nodes=size)
+    one = in_threads(run_toy_task, case, size=size, simulate_nodes=size)[0]["w"]
     assert np.array_equal(one, final("dpsgd", size, 0.9))
 
 

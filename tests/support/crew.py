@@ -24,7 +24,7 @@ class Crew:
         self._pools: dict[bool, ProcessPool] = {}
 
     def on(self, backend: str) -> Any:
-        """A runner on this backend. On `auto` the crew pretends to be two simulate_nodes: shared memory inside, connections between."""
+        """A runner on this backend. On `auto` the crew pretends to be two machines: shared memory inside, connections between."""
         if backend == "threads":
             return run_threads
 

@@ -9,9 +9,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sim_probe import markdown
-
 from roundelay import config
+from roundelay.cli.tables import markdown
 from roundelay.errors import UsageError
 from roundelay.recipes import config as recipe_config
 from roundelay.simulate import cluster as clusters

@@ -34,7 +34,7 @@ EPILOG = {
     "pack": """examples:
   roundelay pack runs/spoken archives/spoken
   roundelay pack runs/spoken archives/whole examples=utterances compress=false
-  roundelay pack features=feats.scp+ivectors.scp alignments=runs/x/alignments/train archives/x margin=10""",
+  roundelay pack features=feats.scp+ivectors.scp alignments=runs/x/alignments/train archives/x context=10""",
     "align": """example:
   roundelay align runs/spoken --data data/new --out alignments/new""",
     "decode": """examples:
@@ -107,7 +107,7 @@ def add(command: Command) -> None:
         nargs="+",
         metavar="RUN OUT key=value",
         help="a recipe's run directory (or features=… and alignments=…), the new folder, and options: "
-        "window=21 margin=0 seed=0 examples=chunks|utterances compress=true block=256",
+        "window=21 context=0 seed=0 examples=chunks|utterances compress=true block=256",
     )
     p.add_argument("--verify", action="store_true", help="read everything back and check it")
     p.add_argument("--jobs", type=int, default=jobs)

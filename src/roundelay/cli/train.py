@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import BENCHES
+BENCHES: dict[str, str] = {}
 from roundelay import config, strategies, topology
 from roundelay.engine.learner import build_strategy
 from roundelay.engine.trainer import OPTIMIZERS, RunConfig, train

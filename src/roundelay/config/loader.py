@@ -67,13 +67,13 @@ CHOICES = {
     "backend": ("auto", "shm", "torch", "mpi", "threads"),
     "schedule": ("constant", "cosine", "sqrt2_decay"),
     "optimizer": ("sgd", "adam", "adamw", "ngsgd"),
-    "loader": ("thread", "process"),
+    "loader_kind": ("thread", "process"),
     "progress": ("auto", "rich", "plain", "none"),
 }
 MINIMUM: dict[str, float] = {
-    "learners": 1, "epochs": 0, "seed": 0, "lr": 0, "momentum": 0, "weight_decay": 0, "clip": 0, "warmup_epochs": 0,
-    "anneal_after_epochs": 0, "machines": 0, "steps_per_exchange": 0.01, "loaders": 0, "save_every_epochs": 0.001, "keep": 1,
-    "timeout_s": 1, "log_every_s": 0.01, "port": 0,
+    "learners": 1, "epochs": 0, "seed": 0, "lr": 0, "momentum": 0, "weight_decay": 0, "max_grad_norm": 0, "warmup_epochs": 0,
+    "anneal_after_epochs": 0, "simulate_nodes": 0, "steps_per_exchange": 0.01, "num_workers": 0, "checkpoint_every_epochs": 0.001, "keep_checkpoints": 1,
+    "timeout_s": 1, "log_every_s": 0.01, "store_port": 0,
 }  # fmt: skip
 KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 TABLES = ("task_options", "strategy_options")
@@ -257,8 +257,20 @@ def engine(settings: TrainConfig) -> EngineConfig:
 
 
 NON_NUMERIC_KEYS = frozenset(
-    {"run", "resume", "keep", "evaluate", "save_every_epochs", "slow", "timeout_s", "log_every_s", "host", "port", "progress"}
-    | {"record", "backend", "device", "learners"}
+    {
+        "run",
+        "resume",
+        "keep_checkpoints",
+        "eval_at_checkpoint",
+        "checkpoint_every_epochs",
+        "straggler",
+        "timeout_s",
+        "log_every_s",
+        "bind_address",
+        "store_port",
+        "progress",
+    }
+    | {"record_order", "backend", "device", "learners"}
 )
 """Settings that leave no trace in the weights, once the order of events is known."""
 

@@ -1,7 +1,7 @@
 """Fused passes over flat vectors: each touches memory once where a chain of tensor operations would touch it several times.
 
 Memory traffic is what an exchange costs on a CPU, so these are compiled (numba), run without the interpreter's lock, and
-are deterministic_reduce: no fast-math, so a fused pass gives the same bits as the same formula in any other pass of this file. Vectors
+are exact: no fast-math, so a fused pass gives the same bits as the same formula in any other pass of this file. Vectors
 that do not live in host memory take the plain tensor operations instead (GPU: untested here).
 """
 

@@ -44,14 +44,14 @@ class Layout:
     """What the examples of an archive look like.
 
     window      frames that count in an example; 0: whole utterances of any length
-    margin      frames of context on both sides that do not count
+    context      frames of context on both sides that do not count
     dim         static features of a frame
     deltas      orders of slopes that are computed when an example is delivered; each reaches two frames further
     compressed  one byte per value, with a range per example and feature; otherwise float32
     """
 
     window: int
-    margin: int
+    context: int
     dim: int
     deltas: int
     compressed: bool
@@ -69,7 +69,7 @@ class Layout:
     def sections(self, examples: int, frames: int) -> list[tuple[str, Any, tuple[int, ...]]]:
         """Name, type and shape of a block's parts; `frames` are the stored ones of all its examples."""
         ranges = [("ranges", np.float32, (examples, 2, self.dim))] if self.compressed else []
-        targets = frames - examples * 2 * (self.reach + self.margin)
+        targets = frames - examples * 2 * (self.reach + self.context)
         return [
             ("head", np.int32, (examples, 4)),
             *ranges,
@@ -138,7 +138,7 @@ class ArchiveBlock:
         self.ranges = found.get("ranges", np.zeros((0, 2, layout.dim), np.float32))
         stored = self.head[:, 1].astype(np.int64) + 2 * layout.reach
         self.value_starts = np.cumsum(stored) - stored
-        counted = self.head[:, 1].astype(np.int64) - 2 * layout.margin
+        counted = self.head[:, 1].astype(np.int64) - 2 * layout.context
         self.target_starts = np.cumsum(counted) - counted
 
 
@@ -217,15 +217,15 @@ class Archive:
         if size != shard["bytes"]:
             raise damaged(path, f"it has {size} bytes; {shard['bytes']} were written")
 
-    def require(self, features: dict[str, Any], outputs: int, window: int, margin: int) -> None:
+    def require(self, features: dict[str, Any], outputs: int, window: int, context: int) -> None:
         """DataError unless the archive holds what the caller would make from these features and targets now."""
         mine = {
             **self.about.features,
             "outputs": self.about.outputs,
             "window": self.layout.window,
-            "margin": self.layout.margin,
+            "context": self.layout.context,
         }
-        wanted = {**features, "outputs": outputs, "window": window, "margin": margin}
+        wanted = {**features, "outputs": outputs, "window": window, "context": context}
         differing = [key for key in sorted({*mine, *wanted}) if mine.get(key) != wanted.get(key)]
         if differing:
             told = "; ".join(f"{key} is {mine.get(key)!r} there and {wanted.get(key)!r} here" for key in differing)

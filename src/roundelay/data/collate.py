@@ -67,7 +67,22 @@ def delta_filters(order: int) -> np.ndarray:
 
 @_compiled
 def _deliver(
-    values, ranges, targets, head, value_starts, target_starts, rows, places, x, y, weights, reach, margin, speeds, noise, seeds
+    values,
+    ranges,
+    targets,
+    head,
+    value_starts,
+    target_starts,
+    rows,
+    places,
+    x,
+    y,
+    weights,
+    reach,
+    context,
+    speeds,
+    noise,
+    seeds,
 ):  # type: ignore[no-untyped-def]
     dim = values.shape[1]
     orders, width = weights.shape
@@ -127,13 +142,13 @@ def _deliver(
                         for d in range(dim):
                             x[place, t, column + d] = weight * source[inside + i, d]
                         begun = True
-        counted = frames - 2 * margin
+        counted = frames - 2 * context
         middle = 0.5 * (counted - 1)
         for t in range(counted):
             at = t
             if speed != 1.0:
                 at = int(np.floor(middle + (t - middle) * speed + 0.5))
-            y[place, margin + t] = targets[target_starts[r] + at] if 0 <= at < counted else IGNORE
+            y[place, context + t] = targets[target_starts[r] + at] if 0 <= at < counted else IGNORE
 
 
 def deliver(
@@ -150,5 +165,5 @@ def deliver(
     for block, rows, places in parts:
         _deliver(
             block.values, block.ranges, block.targets, block.head, block.value_starts, block.target_starts, rows, places,
-            x, y, weights, layout.reach, layout.margin, speeds[places], noise, seeds[places],
+            x, y, weights, layout.reach, layout.context, speeds[places], noise, seeds[places],
         )  # fmt: skip

@@ -66,7 +66,7 @@ class Examples:
         longest = int(lengths.max())
         x = np.empty((stop - start, longest, layout.delivered), np.float32)
         y = np.empty((stop - start, longest), np.int64)
-        if lengths.min() < longest or layout.margin:
+        if lengths.min() < longest or layout.context:
             y.fill(IGNORE)
         if lengths.min() < longest:
             x.fill(0.0)

@@ -45,7 +45,7 @@ class Packing:
     features: str
     alignments: str
     window: int = 21
-    margin: int = 0
+    context: int = 0
     seed: int = 0
     examples: str = "chunks"
     compress: bool = True
@@ -57,8 +57,8 @@ class Packing:
             raise UsageError(
                 f"examples cannot be '{self.examples}'", where="pack", hint=did_you_mean(str(self.examples), KINDS)
             )
-        if self.window < 1 or self.margin < 0 or self.block < 0 or self.repeat < 1:
-            raise UsageError("window, margin, block and repeat cannot be that small", where="pack")
+        if self.window < 1 or self.context < 0 or self.block < 0 or self.repeat < 1:
+            raise UsageError("window, context, block and repeat cannot be that small", where="pack")
 
     @property
     def whole(self) -> bool:
@@ -76,7 +76,7 @@ class PackSource:
         pasted = isinstance(self.features, ConcatFeatures)
         self.layout = Layout(
             window=0 if packing.whole else packing.window,
-            margin=packing.margin,
+            context=packing.context,
             dim=self.features.dim if isinstance(self.features, ConcatFeatures) else self.features.static_dim,
             deltas=0 if pasted else getattr(self.features, "deltas", 0),
             compressed=packing.compress,
@@ -114,7 +114,7 @@ class PackSource:
         frames = float(
             self.features.total_frames * self.packing.repeat if self.packing.whole else samples * self.packing.window
         )
-        stored = frames + samples * 2 * (layout.margin + layout.reach)
+        stored = frames + samples * 2 * (layout.context + layout.reach)
         return (
             stored * layout.dim * (1 if layout.compressed else 4)
             + 4 * frames
@@ -135,13 +135,13 @@ class PackSource:
         values, ranges = self._stored(name)
         total = len(values)
         length = total if self.packing.whole else self.windows.length
-        margin, reach = self.layout.margin, self.layout.reach
-        at = np.arange(start - margin - reach, start + length + margin + reach)
+        context, reach = self.layout.context, self.layout.reach
+        at = np.arange(start - context - reach, start + length + context + reach)
         counted = np.arange(start, start + length)
         targets = np.full(length, IGNORE, np.int32)
         kept = (counted >= self.windows.counts_from[window]) & (counted < total)
         targets[kept] = self.targets[name][counted[kept]]
-        repeated = max(0, margin - start), max(0, start + length + margin - total)
+        repeated = max(0, context - start), max(0, start + length + context - total)
         return values[np.clip(at, 0, total - 1)], ranges, targets, repeated
 
     def _stored(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -213,13 +213,13 @@ def pack(
 
 def archive_for(options: dict[str, Any], alignments: Path, *, jobs: int, progress: str, say: Callable[[str], None]) -> Path:
     """The archive of a task's features and alignments, beside the alignments; packed unless it is there and fits."""
-    packing = Packing(**{key: options[key] for key in ("features", "alignments", "window", "margin")})
+    packing = Packing(**{key: options[key] for key in ("features", "alignments", "window", "context")})
     folder = alignments.resolve().with_name(alignments.name.replace("alignments", "archive"))
     if (folder / INDEX).exists():
         source = PackSource(packing)
         try:
             told = configuration(source.features, source.targets)
-            Archive(folder).require(told, source.targets.num_pdfs, packing.window, packing.margin)
+            Archive(folder).require(told, source.targets.num_pdfs, packing.window, packing.context)
             return folder
         except DataError as error:
             say(f"  packing again: {error.message}")
@@ -233,7 +233,7 @@ def packing_of(run: Path, told: dict[str, Any]) -> Packing:
     values: dict[str, Any] = {"features": str(run / "features" / "train"), "alignments": str(run / "alignments" / "train")}
     if task.exists():
         options = config.load(task).settings.task_options
-        values |= {key: options[key] for key in ("features", "alignments", "window", "margin") if key in options}
+        values |= {key: options[key] for key in ("features", "alignments", "window", "context") if key in options}
     known = {field.name for field in fields(Packing)}
     for key in told:
         if key not in known:

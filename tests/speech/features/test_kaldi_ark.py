@@ -97,7 +97,7 @@ def test_damaged_matrices(tmp_path: Path, content: bytes, what: str) -> None:
     (tmp_path / "x.scp").write_text("utt9 x.ark\n")
     with pytest.raises(DataError, match=what) as caught:
         read_matrices(tmp_path / "x.scp")["utt9"]
-    assert "utt9" in caught.value.what
+    assert "utt9" in caught.value.message
     assert "x.ark" in caught.value.where
 
 

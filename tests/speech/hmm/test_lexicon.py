@@ -49,7 +49,7 @@ def test_mistakes_name_file_and_line(tmp_path: Path, content: str, what: str, li
     (tmp_path / "lexicon.txt").write_text(content)
     with pytest.raises(DataError) as caught:
         Lexicon.read(tmp_path / "lexicon.txt")
-    assert what in caught.value.what
+    assert what in caught.value.message
     assert f"lexicon.txt, line {line}" in caught.value.where
 
 

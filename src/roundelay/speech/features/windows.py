@@ -2,7 +2,7 @@
 
 Windows follow each other without overlap, as in the published systems (21 frames). The last one of an utterance is moved
 back to end with it, and the frames it shares with the one before do not count twice: their target is IGNORE. An utterance
-shorter than a window is one window, its missing frames repeated from the last and not counted. `margin` frames on both sides
+shorter than a window is one window, its missing frames repeated from the last and not counted. `context` frames on both sides
 give the network context; they do not count either.
 """
 
@@ -61,13 +61,13 @@ def order(seed: int, epoch: int, samples: int) -> np.ndarray:
 
 
 def gather(
-    windows: WindowIndex, chosen: np.ndarray, ids: Sequence[str], features: FrameSource, targets: FrameTargets, margin: int = 0
+    windows: WindowIndex, chosen: np.ndarray, ids: Sequence[str], features: FrameSource, targets: FrameTargets, context: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features [chosen, margin + length + margin, dim] and targets [chosen, the same] of some windows."""
-    width = windows.length + 2 * margin
+    """Features [chosen, context + length + context, dim] and targets [chosen, the same] of some windows."""
+    width = windows.length + 2 * context
     x: np.ndarray | None = None
     y = np.full((len(chosen), width), IGNORE, np.int64)
-    offsets = np.arange(-margin, windows.length + margin)
+    offsets = np.arange(-context, windows.length + context)
     for row, window in enumerate(chosen):
         name = ids[windows.utterance[window]]
         whole, states = features[name], targets[name]
