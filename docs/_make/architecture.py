@@ -90,8 +90,8 @@ LAYERS: list[tuple[list[tuple[str, str]], str]] = [
     ([("core", "contracts, flat vectors, buckets, kernels, process pools"), ("theory", "the model in numpy")], "base"),
     ([("log", "logging, progress"), ("errors", "message, where, hint")], "base"),
 ]  # fmt: skip
-SIDE = 5  # the layer from which speech and report stand next to the engine
-BESIDE_UNTIL = 8
+SIDE = 5  # first and last layer next to which speech and report are drawn
+SIDE_END = 8
 
 
 def packages() -> Diagram:
@@ -104,7 +104,7 @@ def packages() -> Diagram:
         for place, (name, text) in enumerate(row):
             diagram.box(left + place * (each + gap), y, each, high, name, text, kind)
     top = 36 + SIDE * (high + gap)
-    tall = (BESIDE_UNTIL - SIDE + 1) * (high + gap) - gap
+    tall = (SIDE_END - SIDE + 1) * (high + gap) - gap
     x = left + wide + 24
     half = (side - gap) / 2
     diagram.box(x, top, half, tall, "speech", "corpora, synth,\nfeatures, hmm,\ngraph, nnet,\ndecode, score", "speech")

@@ -32,7 +32,7 @@ TRANSLATED = (
 BRITISH = (
     r"\w*colour\w*", r"neighbour\w*", r"\w*normalis\w*", r"\w*initialis\w*", r"recognis\w*", r"synthesis(?:e|ed|es|er|ing)\b",
     r"randomis\w*", r"minimis\w*", r"maximis\w*", r"optimis(?:e|ed|es|er|ing)\b", r"behaviour\w*", r"centres?", r"centred", r"learnt", r"favour\w*",
-    r"licence", r"organis\w*", r"generalis\w*", r"specialis\w*", r"vectoris\w*", r"serialis\w*", r"parallelis\w*", r"travell\w*", r"catalogue",
+    r"licence", r"organis\w*", r"generalis\w*", r"specialis\w*", r"vectoris\w*", r"serialis\w*", r"parallelis(?:e|ed|es|ing)\b", r"travell\w*", r"catalogue",
     r"grey", r"labelled", r"modelled", r"cancelled", r"determinis(?:e|ed|es|ing)\b",
 )  # fmt: skip
 BANNED = re.compile(r"\b(?:" + "|".join(PRIVATE_WORDS + PERSONS + TRANSLATED + BRITISH) + r")\b", re.IGNORECASE)
