@@ -27,8 +27,7 @@ from benchmarks.sim_probe import ResultCache, learn, one_thread, say
 from benchmarks.stragglers import CLUSTER
 from roundelay.cli.tables import markdown
 from roundelay.core.interrupts import block_sigint
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.errors import RoundelayError
 from roundelay.simulate.cluster import MachineGroup
 from roundelay.strategies.base import Traits
@@ -110,15 +109,14 @@ def run(cell: Cell) -> dict[str, Any]:
         strategy, settings = "benchmarks.batches:NoisySync", {"size": cell.noise}
     size = 1 if strategy == "single" else SIZE
     batch = cell.batch * SIZE if size == 1 else cell.batch
-    options = EngineConfig(
-        strategy=strategy, strategy_options=settings, topology=ring, seed=cell.seed, schedule="cosine",
-        warmup_epochs=cell.warmup, log_every_s=1e9,
-    )  # fmt: skip
     rate = RATE * cell.factor * cell.batch / BATCHES[0]
-    plan = RunConfig(epochs=cell.epochs, batch=batch, lr=rate, momentum=0.9)
+    config = TrainConfig(
+        strategy=strategy, strategy_options=settings, topology=ring, seed=cell.seed, schedule="cosine",
+        warmup_epochs=cell.warmup, log_every_s=1e9, epochs=cell.epochs, batch=batch, lr=rate,
+    )  # fmt: skip
     task = replace(TASK, seed=cell.seed, samples=cell.samples)
     cluster = replace(CLUSTER, machines=(MachineGroup(size, 1),))
-    made = learn(cluster, task, options, plan, looks=LOOKS, seed=cell.seed, effective=size > 1)
+    made = learn(cluster, task, config, looks=LOOKS, seed=cell.seed, effective=size > 1)
     looks = [asdict(look) for look in made.looks]
     return {
         "loss": made.loss if math.isfinite(made.loss) else None,

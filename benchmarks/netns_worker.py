@@ -29,9 +29,9 @@ from benchmarks.competitors import Competitor, Runner, leave_torch
 from benchmarks.namespaces import end_with_parent
 from roundelay.core import kernels
 from roundelay.core.contracts import Task
-from roundelay.engine.config import EngineConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.engine.learner import Learner
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.trainer import train
 from roundelay.errors import DataError, PeerLost
 from roundelay.fleet.store import JobStore, connect_store, serve_store
 from roundelay.launch.context import DistributedContext, create_context, single_process_context
@@ -165,12 +165,12 @@ class NetnsWorker:
     def _run(self, entry: Competitor, number: int, lr: float, momentum: float, batch: int, samples: int) -> dict[str, Any]:
         context = single_process_context("cpu") if entry.strategy == "single" else self.assign_(number)
         if entry.ours:
-            return self._ours(entry, context, RunConfig(
+            return self._ours(entry, context, TrainConfig(
                 epochs=samples / self.task.samples, batch=batch, lr=lr, momentum=momentum, eval_at_checkpoint=False, progress="none"
             ))  # fmt: skip
         return self._torchs(entry, context, lr, momentum, batch, samples)
 
-    def _ours(self, entry: Competitor, context: DistributedContext, plan: RunConfig) -> dict[str, Any]:
+    def _ours(self, entry: Competitor, context: DistributedContext, config: TrainConfig) -> dict[str, Any]:
         """One of our strategies, in the loop that `roundelay train` runs."""
         task, album, run = Clocked(self.task), self.album(), Watched()
 
@@ -182,8 +182,8 @@ class NetnsWorker:
                 with worker.shared_weights.locked() if worker.shared_weights is not None else nullcontext():
                     album.take(worker.w, run.samples, run.ended)
 
-        options = EngineConfig(strategy=entry.strategy, host=self.host, timeout_s=TIMEOUT_S, **dict(entry.options))
-        summary = train(task, context, options, replace(plan, on_step=on_step))
+        config = replace(config, strategy=entry.strategy, bind_address=self.host, timeout_s=TIMEOUT_S, **dict(entry.options))
+        summary = train(task, context, config, on_step=on_step)
         if run.learner is not None and run.learner.worker.is_node_leader:
             album.take(run.learner.flat.phi, run.samples, run.ended)  # by now the mean of all
         gossip_handle = run.learner.worker.gossip_handle if run.learner is not None else None

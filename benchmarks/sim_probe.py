@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from roundelay.core.flat import Flat
-from roundelay.engine.config import EngineConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.engine.learner import Learner, innermost
-from roundelay.engine.trainer import RunConfig
 from roundelay.errors import DataError
 from roundelay.simulate.cluster import Cluster
 from roundelay.simulate.run import SimulationResult, simulate_task
@@ -76,9 +75,7 @@ class Learned:
         return self.outcome is None
 
 
-def learn(
-    cluster: Cluster, task: Any, options: EngineConfig, plan: RunConfig, looks: int = 12, seed: int = 0, effective: bool = False
-) -> Learned:
+def learn(cluster: Cluster, task: Any, config: TrainConfig, looks: int = 12, seed: int = 0, effective: bool = False) -> Learned:
     """Trains a task in virtual time and judges the mean model on the way and at the end."""
     seen: list[Probe] = []
     judge = Flat(task.build())
@@ -90,10 +87,10 @@ def learn(
         ratio = effective_rate(task, judge, mean, [one.worker.w for one in watch.learners.values()]) if effective else None
         seen.append(Probe(time_s, samples, total / count, spread, ratio))
 
-    watch = Watch(max(1, round(plan.epochs * task.samples / looks)), see)
-    plan = replace(plan, on_step=watch, eval_at_checkpoint=True, progress="none", checkpoint_every_epochs=1e9)
+    watch = Watch(max(1, round(config.epochs * task.samples / looks)), see)
+    config = replace(config, eval_at_checkpoint=True, progress="none", checkpoint_every_epochs=1e9)
     try:
-        outcome = simulate_task(cluster, task, options, plan, seed=seed)
+        outcome = simulate_task(cluster, task, config, seed=seed, on_step=watch)
     except DataError:  # the loss is not a number any more: that is a result
         return Learned(None, seen, 0, float("inf"))
     strategy: Any = innermost(next(iter(watch.learners.values())).strategy)

@@ -14,8 +14,7 @@ from typing import Any
 
 from benchmarks.sim_probe import Learned, learn, one_thread, say
 from roundelay.cli.tables import markdown
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.simulate.cluster import (
     Cluster,
     ComputeModel,
@@ -50,11 +49,11 @@ CLUSTER = Cluster(
 
 def run(strategy: str, ring: str, slowdown: float, epochs: float, seed: int = 0) -> Learned:
     cluster = CLUSTER if slowdown == 1 else replace(CLUSTER, straggler=(StragglerModel(slowdown, learner=SLOW_ONE),))
-    options = EngineConfig(
-        strategy=strategy, topology=ring, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs, log_every_s=1e9
-    )
-    plan = RunConfig(epochs=epochs, batch=BATCH, lr=RATE, momentum=0.9)
-    return learn(cluster, replace(TASK, seed=seed), options, plan, looks=16, seed=seed)
+    config = TrainConfig(
+        strategy=strategy, topology=ring, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs, log_every_s=1e9,
+        epochs=epochs, batch=BATCH, lr=RATE,
+    )  # fmt: skip
+    return learn(cluster, replace(TASK, seed=seed), config, looks=16, seed=seed)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from benchmarks.sim_probe import Watch, one_thread, say
 from roundelay import topology
 from roundelay.cli.tables import markdown
-from roundelay.engine.config import EngineConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.engine.learner import Learner
-from roundelay.engine.trainer import RunConfig
 from roundelay.errors import UsageError, did_you_mean
 from roundelay.simulate.cluster import Cluster, MachineGroup, SpeedModel
 from roundelay.simulate.run import simulate_task
@@ -115,11 +114,11 @@ def gradient_norm(strategy: str, ring: str, rounds: int, size: int, seed: int) -
     task = Bumpy(samples=rounds * size * BATCH, seed=seed)
     norms: list[float] = []
     watch = Watch(size * BATCH, lambda time, samples, mean, spread: norms.append(float(task.gradient(mean).square().sum())))
-    plan = RunConfig(
-        epochs=1.0, batch=BATCH, lr=RATE * math.sqrt(size / rounds), momentum=0.0, eval_at_checkpoint=False, progress="none",
-        checkpoint_every_epochs=1e9, on_step=watch,
+    config = TrainConfig(
+        strategy=strategy, topology=ring, log_every_s=1e9, epochs=1.0, batch=BATCH, lr=RATE * math.sqrt(size / rounds), momentum=0.0, eval_at_checkpoint=False, progress="none",
+        checkpoint_every_epochs=1e9,
     )  # fmt: skip
-    simulate_task(cluster_of(size), task, EngineConfig(strategy=strategy, topology=ring, log_every_s=1e9), plan, seed=seed)
+    simulate_task(cluster_of(size), task, config, seed=seed, on_step=watch)
     return sum(norms) / len(norms)
 
 
@@ -196,11 +195,11 @@ def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list
                 done = sum(writes) / size
             seen.append((done, float((all_w - all_w.mean(0)).square().sum())))
 
-    plan = RunConfig(
-        epochs=1.0, batch=1, lr=0.0, momentum=0.0, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=1e9, on_step=on_step
+    config = TrainConfig(
+        strategy=strategy, topology=ring, seed=seed, log_every_s=1e9, epochs=1.0, batch=1, lr=0.0, momentum=0.0,
+        eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=1e9,
     )  # fmt: skip
-    options = EngineConfig(strategy=strategy, topology=ring, seed=seed, log_every_s=1e9)
-    simulate_task(cluster_of(size, even=True), Still(size * rounds), options, plan, seed=seed)
+    simulate_task(cluster_of(size, even=True), Still(size * rounds), config, seed=seed, on_step=on_step)
     floor = 1e-24 * seen[0][1]
     good = [(r, s) for r, s in seen[1:] if s > floor]
     gone = [(r, 0.0) for r, s in seen[len(good) + 1 :][:1]]  # by luck of the draw all may agree at once

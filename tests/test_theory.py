@@ -12,8 +12,8 @@ from small_tasks import Fit, dealt, first_weights, gradient_of
 
 from roundelay import topology
 from roundelay.core.update_log import Op
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.trainer import train
 from roundelay.launch.context import DistributedContext
 from roundelay.launch.threads import run_threads
 from roundelay.replay.reader import LogEntry, RunLog, StepRecord, read_run_log
@@ -46,11 +46,10 @@ def engine(task: Fit, strategy: str, size: int = SIZE, **options: Any) -> list[n
     path: list[list[np.ndarray]] = [[] for _ in range(size)]
 
     def job(context: DistributedContext) -> None:
-        plan = RunConfig(
-            epochs=ROUNDS * size * BATCH / task.samples, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none",
-            on_step=lambda learner: path[context.rank].append(learner.worker.w.clone().numpy()),
+        config = TrainConfig(
+            strategy=strategy, **options, epochs=ROUNDS * size * BATCH / task.samples, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none",
         )  # fmt: skip
-        train(task, context, EngineConfig(strategy=strategy, **options), plan)
+        train(task, context, config, on_step=lambda learner: path[context.rank].append(learner.worker.w.clone().numpy()))
 
     run_threads(job, size=size, timeout_s=60)
     return [np.stack([path[learner][k] for learner in range(size)], axis=1) for k in range(ROUNDS)]
@@ -149,7 +148,7 @@ def test_adpsgd_in_any_order_is_pair_matrices_and_stale_gradients(task: Fit, see
     def watch(rank: int, worker: Worker) -> None:
         found[rank].append(worker.w.clone().numpy())
 
-    again = Replay(task, EngineConfig(strategy="adpsgd"), RunConfig(lr=RATE, momentum=0.0), record)
+    again = Replay(task, TrainConfig(strategy="adpsgd", lr=RATE, momentum=0.0), record)
     again.play(watch)
     pieces = [[(p.epoch, p.start, p.stop) for p in steps] for steps in record.steps]
     path = trajectory(first_weights(task, SIZE), asynchronous(SIZE, order), gradient_of(task, pieces))
@@ -186,11 +185,11 @@ def in_one_line(record: RunLog) -> list[ModelEvent]:
 
 def test_a_recorded_run_is_the_model_of_its_own_order(tmp_path: Path) -> None:
     task = Fit(hidden=6, samples=120)
-    plan = RunConfig(
-        epochs=3, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=9,
-        run=tmp_path, record_settings={},
+    config = TrainConfig(
+        strategy="adpsgd", epochs=3, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=9,
+        run=str(tmp_path),
     )  # fmt: skip
-    run_threads(lambda context: train(task, context, EngineConfig(strategy="adpsgd"), plan), size=SIZE, timeout_s=60)
+    run_threads(lambda context: train(task, context, config, record_settings={}), size=SIZE, timeout_s=60)
     record = read_run_log(tmp_path)
     order = in_one_line(record)
     assert sum(isinstance(event, Apply) for event in order) == 90

@@ -10,8 +10,8 @@ import pytest
 from packed import corpus, packed
 from torch import Tensor, nn
 
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.trainer import train
 from roundelay.launch.context import DistributedContext
 from roundelay.launch.threads import run_threads
 from roundelay.recipes.packed_task import PackedTask
@@ -53,8 +53,11 @@ def test_every_epoch_sees_every_example_once(options: dict[str, Any], name: str)
     simulate_nodes, size = (2, 4) if name == "hierarchical" else (0, 1 if name == "single" else 3)
 
     def learn(place: DistributedContext) -> dict[str, Any]:
-        plan = RunConfig(epochs=EPOCHS, batch=5, lr=0.01, eval_at_checkpoint=False, progress="none", num_workers=2)
-        return train(task, place, EngineConfig(strategy=strategy, slow="1:4.0" if size > 1 else ""), plan)
+        config = TrainConfig(
+            strategy=strategy, straggler="1:4.0" if size > 1 else "", epochs=EPOCHS, batch=5, lr=0.01,
+            eval_at_checkpoint=False, progress="none", num_workers=2,
+        )  # fmt: skip
+        return train(task, place, config)
 
     results = run_threads(learn, size=size, simulate_nodes=simulate_nodes, timeout_s=90.0)
     assert task.seen == {(epoch, n): 1 for epoch in range(EPOCHS) for n in range(task.samples)}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from roundelay.engine import trainer
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.trainer import train
 from roundelay.launch.threads import run_threads
 from roundelay.metrics.events import read_events
 from roundelay.testing.conformance import ToyTask
@@ -26,8 +26,8 @@ def test_a_checkpoint_that_is_gone_goes_unjudged(tmp_path: Path, monkeypatch: py
         return read(path, learner)
 
     monkeypatch.setattr(trainer, "read_model", too_late)
-    plan = RunConfig(epochs=3, batch=4, lr=0.05, run=tmp_path, progress="none", keep_checkpoints=9)
-    run_threads(lambda context: train(ToyTask(samples=24), context, EngineConfig(strategy="sync"), plan), size=2)
+    config = TrainConfig(strategy="sync", epochs=3, batch=4, lr=0.05, run=str(tmp_path), progress="none", keep_checkpoints=9)
+    run_threads(lambda context: train(ToyTask(samples=24), context, config), size=2)
     judged = [(e["position"], e["final"]) for e in read_events(tmp_path / "events.jsonl") if e["event"] == "evaluation"]
     assert judged == [(48, False), (72, True)]
-    assert "samples-000000000024 was gone" in "".join(p.read_text() for p in (tmp_path / "log").iterdir())
+    assert "samples-000000000024 was deleted" in "".join(p.read_text() for p in (tmp_path / "log").iterdir())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.trainer import train
 from roundelay.launch.threads import run_threads
 from roundelay.metrics.events import read_events
 from roundelay.testing.conformance import ToyTask
@@ -16,9 +16,8 @@ from roundelay.testing.conformance import ToyTask
 @pytest.mark.parametrize("slow", ["0:20", "1:20"])
 def test_the_last_checkpoint_is_the_newest_by_name(tmp_path: Path, slow: str) -> None:
     """Named by one learner's own last batch it would stand below earlier ones: resumed from too early, and retired first."""
-    options = EngineConfig(strategy="adpsgd", straggler=slow)
-    plan = RunConfig(epochs=3, batch=4, lr=0.05, run=tmp_path, progress="none", keep_checkpoints=9)
-    run_threads(lambda context: train(ToyTask(samples=24), context, options, plan), size=2)
+    config = TrainConfig(strategy="adpsgd", straggler=slow, epochs=3, batch=4, lr=0.05, run=str(tmp_path), progress="none", keep_checkpoints=9)
+    run_threads(lambda context: train(ToyTask(samples=24), context, config), size=2)
     names = sorted(path.name for path in (tmp_path / "ckpt").glob("samples-*"))
     assert names[-1] == "samples-000000000072"
     final = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "evaluation" and e["final"]]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from roundelay.core.deferred import Gradient
 from roundelay.core.flat import Flat
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.trainer import train
 from roundelay.launch.context import DistributedContext
 from roundelay.launch.threads import run_threads
 from roundelay.optim.adapter import OptimizerAdapter
@@ -194,12 +194,11 @@ def test_learners_average_momentum_and_keep_their_own_factors() -> None:
 
 def test_a_run_with_it_is_resumed_to_the_bit(tmp_path: Path) -> None:
     def learn(context: DistributedContext, run: str, epochs: int, resume: str) -> None:
-        options = EngineConfig(strategy="kstep", strategy_options={"K": 3, "combine": 2}, deterministic_reduce=True)
-        plan = RunConfig(
-            epochs=epochs, batch=4, optimizer="ngsgd", lr=0.05, run=tmp_path / run, resume=resume, eval_at_checkpoint=False,
+        config = TrainConfig(
+            strategy="kstep", strategy_options={"K": 3, "combine": 2}, deterministic_reduce=True, epochs=epochs, batch=4, optimizer="ngsgd", lr=0.05, run=str(tmp_path / run), resume=resume, eval_at_checkpoint=False,
             checkpoint_every_epochs=100, progress="none",
         )  # fmt: skip
-        train(Dots(samples=60), context, options, plan)
+        train(Dots(samples=60), context, config)
 
     for arguments in (("straight", 2, "no"), ("halves", 1, "no"), ("halves", 2, "auto")):
         run_threads(learn, *arguments, size=2)

@@ -15,8 +15,8 @@ from tasks import Dots
 
 from roundelay.cli.main import main
 from roundelay.core.update_log import FIELDS, FOLDER, Op
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.trainer import train
 from roundelay.errors import DataError, UsageError
 from roundelay.launch.context import DistributedContext
 from roundelay.launch.threads import run_threads
@@ -25,29 +25,27 @@ from roundelay.replay.replay import Replay, check_settings
 from roundelay.testing.tasks import SyntheticFrames
 
 SMALL = SyntheticFrames(samples=240, held_out=8, hidden=6, frames=5)
-PLAN = RunConfig(
+CONFIG = TrainConfig(
     epochs=2,
     batch=4,
     lr=0.2,
     eval_at_checkpoint=False,
     progress="none",
     checkpoint_every_epochs=100,
-    record_settings={"seed": 0},
 )
+RECORD_SETTINGS = {"seed": 0}
 
 
-def train_recorded(context: DistributedContext, task: Any, options: EngineConfig, plan: RunConfig) -> None:
-    train(task, context, options, plan)
+def train_recorded(context: DistributedContext, task: Any, config: TrainConfig, record: Any = RECORD_SETTINGS) -> None:
+    train(task, context, config, record_settings=record)
 
 
-def recorded(
-    runner: Any, run: Path, task: Any = SMALL, size: int = 4, machines: int = 0, plan: RunConfig = PLAN, **options: Any
-) -> Any:
+def recorded(runner: Any, run: Path, task: Any = SMALL, size: int = 4, machines: int = 0, **options: Any) -> Any:
     """The comparison of a run with its replay."""
-    made, plan = EngineConfig(**options), replace(plan, run=run)
-    runner(train_recorded, task, made, plan, size=size, machines=machines)
+    config = replace(CONFIG, run=str(run), **options)
+    runner(train_recorded, task, config, size=size, machines=machines)
     record = read_run_log(run)
-    again = Replay(task, made, plan, record)
+    again = Replay(task, config, record)
     again.play()
     return again.compare(run)
 
@@ -78,22 +76,28 @@ def test_a_hierarchy_is_replayed_bit_for_bit(crew: Crew, tmp_path: Path, backend
 
 @pytest.mark.dist
 def test_dropout_adam_schedule_and_statistics_are_replayed_too(crew: Crew, tmp_path: Path) -> None:
-    plan = replace(PLAN, optimizer="adam", lr=0.01)
     found = recorded(
-        crew.on("shm"), tmp_path, Dots(dropout=0.3), plan=plan, strategy="adpsgd", schedule="cosine", max_grad_norm=1.0
+        crew.on("shm"),
+        tmp_path,
+        Dots(dropout=0.3),
+        optimizer="adam",
+        lr=0.01,
+        strategy="adpsgd",
+        schedule="cosine",
+        max_grad_norm=1.0,
     )
     assert found["equal"], found
 
 
 def test_another_order_gives_other_weights(tmp_path: Path) -> None:
     """The comparison can fail: two reads and a exchange swapped, and the weights are others."""
-    options, plan = EngineConfig(strategy="adpsgd"), replace(PLAN, run=tmp_path)
-    run_threads(train_recorded, SMALL, options, plan, size=2)
+    config = replace(CONFIG, strategy="adpsgd", run=str(tmp_path))
+    run_threads(train_recorded, SMALL, config, size=2)
     record = read_run_log(tmp_path)
     order = record.orders[0]
     at = next(n for n in range(2, len(order) - 2) if order[n].kind is Op.UPDATE and order[n + 1].kind is Op.PAIR_AVERAGE)
     order[at], order[at + 1] = order[at + 1], order[at]
-    again = Replay(SMALL, options, plan, record)
+    again = Replay(SMALL, config, record)
     again.play()
     found = again.compare(tmp_path)
     assert not found["equal"]
@@ -101,7 +105,7 @@ def test_another_order_gives_other_weights(tmp_path: Path) -> None:
 
 
 def test_without_record_nothing_is_noted(tmp_path: Path) -> None:
-    run_threads(train_recorded, SMALL, EngineConfig(strategy="adpsgd"), replace(PLAN, run=tmp_path, record=None), size=2)
+    run_threads(train_recorded, SMALL, replace(CONFIG, run=str(tmp_path)), None, size=2)
     assert not (tmp_path / FOLDER).exists()
     with pytest.raises(DataError, match="no record"):
         read_run_log(tmp_path)
@@ -110,7 +114,7 @@ def test_without_record_nothing_is_noted(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
-    run_threads(train_recorded, SMALL, EngineConfig(strategy="adpsgd"), replace(PLAN, run=folder), size=2)
+    run_threads(train_recorded, SMALL, replace(CONFIG, run=str(folder)), size=2)
     return folder
 
 
@@ -146,24 +150,18 @@ def test_a_record_of_other_settings_or_another_task_is_an_error(run: Path) -> No
     with pytest.raises(DataError, match="seed = 0, the settings say 7"):
         check_settings(record, {"seed": 7}, "here")
     with pytest.raises(DataError, match="samples"):
-        Replay(replace(SMALL, samples=10), EngineConfig(), PLAN, record)
+        Replay(replace(SMALL, samples=10), CONFIG, record)
     with pytest.raises(DataError, match="parameters"):
-        Replay(replace(SMALL, hidden=7), EngineConfig(), PLAN, record).play()
+        Replay(replace(SMALL, hidden=7), CONFIG, record).play()
     with pytest.raises(DataError, match="does not fit"):
-        Replay(SMALL, EngineConfig(strategy="asgd"), PLAN, record).play()
+        Replay(SMALL, replace(CONFIG, strategy="asgd"), record).play()
 
 
 def test_a_resumed_run_cannot_be_recorded(tmp_path: Path) -> None:
-    plan = replace(PLAN, run=tmp_path, record=None)
-    run_threads(train_recorded, SMALL, EngineConfig(strategy="adpsgd"), plan, size=2)
-    with pytest.raises(UsageError, match="begins with its run"):
-        run_threads(
-            train_recorded,
-            SMALL,
-            EngineConfig(strategy="adpsgd"),
-            replace(plan, record_settings={}, resume="auto", epochs=3),
-            size=2,
-        )
+    config = replace(CONFIG, run=str(tmp_path))
+    run_threads(train_recorded, SMALL, config, None, size=2)
+    with pytest.raises(UsageError, match="starts at 0"):
+        run_threads(train_recorded, SMALL, replace(config, resume="auto", epochs=3), size=2)
 
 
 def test_the_command_replays_what_the_command_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

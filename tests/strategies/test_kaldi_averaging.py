@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from tasks import Dots
 
-from roundelay.engine.config import EngineConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.engine.learner import Learner
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.trainer import train
 from roundelay.errors import UsageError
 from roundelay.launch.context import DistributedContext
 from roundelay.launch.threads import run_threads
@@ -29,9 +29,11 @@ def run(folder: Path, epochs: float, **settings: Any) -> tuple[list[list[torch.T
         def note(learner: Learner) -> None:
             walks[context.rank].append(learner.worker.w.clone())
 
-        options = EngineConfig(strategy="kstep", strategy_options={"K": K, **settings}, deterministic_reduce=True)
-        plan = RunConfig(epochs=epochs, batch=5, lr=0.1, run=folder, eval_at_checkpoint=False, progress="none", on_step=note)
-        train(Dots(samples=120), context, options, plan)
+        config = TrainConfig(
+            strategy="kstep", strategy_options={"K": K, **settings}, deterministic_reduce=True,
+            epochs=epochs, batch=5, lr=0.1, run=str(folder), eval_at_checkpoint=False, progress="none",
+        )  # fmt: skip
+        train(Dots(samples=120), context, config, on_step=note)
 
     run_threads(learn, size=SIZE)
     model = load_file(str(folder / "model.safetensors"))

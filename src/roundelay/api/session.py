@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from roundelay.core.contracts import Task
-from roundelay.engine.config import EngineConfig
+from roundelay.engine.config import EngineConfig, TrainConfig
 from roundelay.engine.learner import Learner
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.trainer import train
 from roundelay.launch.context import (
     DistributedContext,
     check_backend,
@@ -49,10 +49,8 @@ def join(
 def fit(task: Task, *, strategy: str = "adpsgd", run: str | Path | None = None, **settings: Any) -> dict[str, Any]:
     """Trains a task with the loop inside; returns the run's metrics. `settings`: the engine's options and the loop's plan
     (epochs, batch, optimizer, lr, momentum, resume, …)."""
-    engine = {k: v for k, v in settings.items() if k in EngineConfig.__dataclass_fields__}
-    plan = {k: v for k, v in settings.items() if k not in engine}
-    options = EngineConfig(strategy=strategy, **engine)
-    return train(task, _place(options, options.device), options, RunConfig(run=Path(run) if run else None, **plan))
+    config = TrainConfig(strategy=strategy, run=str(run or ""), **settings)
+    return train(task, _place(config, config.device), config)
 
 
 def _place(options: EngineConfig, device: str) -> DistributedContext:

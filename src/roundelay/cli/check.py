@@ -1,4 +1,4 @@
-"""The command: alone, with local learners, or as one rank under a launcher."""
+"""roundelay check: in one process, with N local learners, or as one rank under a launcher."""
 
 from __future__ import annotations
 
@@ -9,20 +9,35 @@ import socket
 import sys
 import time
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from roundelay import config
+from roundelay.cli.arguments import add_json, add_settings
 from roundelay.errors import PeerLost, UsageError
-from roundelay.fleet.store import JobStore, connect_store, serve_store
-from roundelay.launch.context import exchange_rank_info, host_towards, under_launcher
-from roundelay.launch.local import start_learners
-from roundelay.preflight.links import MeasuredLink, measure
-from roundelay.preflight.machine import CheckResult, look_at_address, look_at_store, this_machine
 
-GREATEST_SKEW_S = 1.0
+if TYPE_CHECKING:
+    from roundelay.config import TrainConfig
+    from roundelay.fleet.store import JobStore
+    from roundelay.preflight.links import MeasuredLink
+    from roundelay.preflight.machine import CheckResult
+
+EXAMPLES = """  roundelay check
+  roundelay check learners=2 run=runs/next
+  torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check bind_address=auto"""
+MAX_SKEW_S = 1.0
 
 
-def as_rank(settings: config.TrainConfig) -> tuple[int, list[CheckResult], list[MeasuredLink]]:
-    """This process is one rank: meets the others and measures; rank 0 comes back with everybody's findings."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, "settings of the planned run: learners, bind_address, store_port, run, device, timeout_s")
+    add_json(parser)
+
+
+def check_as_rank(settings: TrainConfig) -> tuple[int, list[CheckResult], list[MeasuredLink]]:
+    """Check this machine and measure the links to all ranks. All ranks must call it; rank 0 returns the results of all."""
+    from roundelay.fleet.store import JobStore, connect_store, serve_store
+    from roundelay.launch.context import exchange_rank_info, host_towards
+    from roundelay.preflight.links import measure
+    from roundelay.preflight.machine import CheckResult, look_at_address, this_machine
+
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     keep = [serve_store(address, port)] if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else []
@@ -33,49 +48,57 @@ def as_rank(settings: config.TrainConfig) -> tuple[int, list[CheckResult], list[
     here = host_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
     rows = [look_at_address(here, address, port)]
     if rows[0].state == "failure":
-        raise UsageError(f"no door can be opened at {rows[0].found}", where=f"rank {rank}, host", hint=rows[0].hint)
+        raise UsageError(f"cannot listen on {rows[0].found}", where=f"rank {rank}, bind_address", hint=rows[0].hint)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         rows = [*this_machine(settings), *rows]
     links = measure(store, rank, size, here, settings.timeout_s)
-    store.set(f"found/{rank}", json.dumps([asdict(row) for row in rows]))
+    store.set(f"results/{rank}", json.dumps([asdict(row) for row in rows]))
     if rank != 0:
         wait_for(store, "read", settings.timeout_s)
         return rank, [], []
-    everybody = [CheckResult("store", f"{address}:{port}, {size} ranks on {len({c['machine'] for c in cards})} machine(s)")]
+    results = [CheckResult("store", f"{address}:{port}, {size} ranks on {len({c['machine'] for c in cards})} machine(s)")]
     for other in range(size):
-        said = json.loads(wait_for(store, f"found/{other}", settings.timeout_s))
-        everybody += [CheckResult(**{**row, "what": f"rank {other}: {row['what']}"}) for row in said]
-    everybody += judged(links)
+        posted = json.loads(wait_for(store, f"results/{other}", settings.timeout_s))
+        results += [CheckResult(**{**row, "what": f"rank {other}: {row['what']}"}) for row in posted]
+    results += link_results(links)
     store.set("read", "1")
-    time.sleep(0.2 * bool(keep))  # the others read this from the store that ends with this process
-    return rank, everybody, links
+    time.sleep(0.2 * bool(keep))  # the other ranks read this key from the store, which ends with this process
+    return rank, results, links
 
 
 def wait_for(store: JobStore, key: str, timeout_s: float) -> str:
+    """Return the value of a key; raise PeerLost if it does not appear within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while (found := store.get(key)) is None:
+    while (value := store.get(key)) is None:
         if time.monotonic() > deadline:
             raise PeerLost(
-                f"nothing came for '{key}' in {timeout_s:.0f} s", where="store", hint="see the other ranks' messages"
+                f"store key '{key}' did not appear within {timeout_s:.0f} s",
+                where="store",
+                hint="see the messages of the other ranks",
             )
         time.sleep(0.01)
-    return found
+    return value
 
 
-def judged(links: list[MeasuredLink]) -> list[CheckResult]:
+def link_results(links: list[MeasuredLink]) -> list[CheckResult]:
+    """Return one result per measured link."""
+    from roundelay.preflight.machine import CheckResult
+
     rows = []
     for link in links:
         name = f"ranks {link.a} and {link.b}"
         if link.error:
-            do = "open the ephemeral ports between the machines, and set bind_address=auto or the address that the others can reach"
-            rows.append(CheckResult(name, link.error, "failure", do, PeerLost.exit_code))
+            hint = (
+                "open the ephemeral ports between the machines, and set bind_address=auto or an address that all machines reach"
+            )
+            rows.append(CheckResult(name, link.error, "failure", hint, PeerLost.exit_code))
             continue
-        said = f"{link.megabytes_per_s:.0f} MB/s, {link.round_trip_ms:.2f} ms there and back"
-        if abs(link.skew_s) > GREATEST_SKEW_S:
-            do = "set the clocks (chrony or ntp): times in events and reports would not fit together"
-            rows.append(CheckResult(name, f"{said}, clocks {link.skew_s:+.1f} s apart", "warning", do))
+        speed = f"{link.megabytes_per_s:.0f} MB/s, round trip {link.round_trip_ms:.2f} ms"
+        if abs(link.skew_s) > MAX_SKEW_S:
+            hint = "synchronize the clocks (chrony or ntp): times in events and reports are inconsistent"
+            rows.append(CheckResult(name, f"{speed}, clocks {link.skew_s:+.1f} s apart", "warning", hint))
         else:
-            rows.append(CheckResult(name, f"{said}, clocks {1000 * link.skew_s:+.1f} ms apart"))
+            rows.append(CheckResult(name, f"{speed}, clocks {1000 * link.skew_s:+.1f} ms apart"))
     return rows
 
 
@@ -83,10 +106,16 @@ def judged(links: list[MeasuredLink]) -> list[CheckResult]:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Check the environment and print one line per result; the exit code is that of the worst failure."""
+    from roundelay import config
+    from roundelay.launch.context import under_launcher
+    from roundelay.launch.local import start_learners
+    from roundelay.preflight.machine import look_at_address, look_at_store, this_machine
+
     settings = config.load(None, args.overrides).settings
     links: list[MeasuredLink] = []
     if under_launcher():
-        rank, rows, links = as_rank(settings)
+        rank, rows, links = check_as_rank(settings)
         if rank != 0:
             return 0
     elif settings.learners > 1:
@@ -107,17 +136,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(rows: list[CheckResult], links: list[MeasuredLink]) -> str:
+    """Return the results as JSON."""
     ok = all(row.state != "failure" for row in rows)
     return json.dumps({"ok": ok, "findings": [asdict(row) for row in rows], "links": [asdict(link) for link in links]})
 
 
 def as_text(rows: list[CheckResult]) -> str:
+    """Return one line per result, with a hint where something is wrong."""
     signs = {"ok": "ok", "warning": "WARNING", "failure": "FAILED"}
-    lines = []
+    lines: list[str] = []
     for row in rows:
         lines.append(f"{signs[row.state]:<8} {row.what}: {row.found}")
         if row.hint:
             lines.append(f"{'':<8} what to do: {row.hint}")
     bad = sum(row.state == "failure" for row in rows)
-    lines.append("a run will work here" if not bad else f"{bad} thing{'s' * (bad > 1)} to mend first")
+    lines.append("all checks passed: a run will work here" if not bad else f"{bad} check{'s' * (bad > 1)} failed")
     return "\n".join(lines)

@@ -1,232 +1,139 @@
-"""The command line: parses and calls. What a command needs is imported when it is called: `--help` answers at once."""
+"""Entry point of the command line. A command's module is imported only if it is called, so that `--help` answers at once."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-import roundelay
-from roundelay.cli import speech
+from roundelay import log
 from roundelay.core import interrupts
+from roundelay.errors import UsageError, did_you_mean
+from roundelay.version import __version__
 
-BENCHES: dict[str, str] = {}
-EPILOG = {
-    "train": """examples:
-  roundelay train examples/frames.toml strategy=adpsgd learners=2
-  roundelay train examples/frames.toml strategy=kstep strategy_options.K=16 learners=4 run=runs/k16
-  roundelay train examples/frames.toml run=runs/k16 resume=auto
-  torchrun --nproc-per-node 4 -m roundelay train examples/frames.toml 'strategy=hierarchical(adpsgd)'
-  mpirun -n 4 roundelay train examples/frames.toml backend=mpi strategy=kstep""",
-    "list": """examples:
-  roundelay list strategies
-  roundelay list recipes
-  roundelay list topologies --size 16 --json""",
-    "simulate": """examples:
-  roundelay simulate v100-8x8 'strategy=hierarchical(adpsgd)' steps=200
-  roundelay simulate v100-8x8 strategy=sync learners=16 batch=160 samples=33860000 epochs=16 --json
-  roundelay simulate my-cluster.toml task=examples/frames.toml strategy=adpsgd learners=4""",
-    "config": """examples:
-  roundelay config examples/frames.toml strategy=kstep
-  roundelay config recipes/spoken train.learners=4""",
-    "plan": """examples:
-  roundelay plan examples/frames.toml cluster=v100-8x8
-  roundelay plan recipes/switchboard cluster=v100-8x8 samples=33860000 --json
-  roundelay plan --what-if runs/frames-sync-1 rank=7""",
-    "replay": """example:
-  roundelay train examples/frames.toml strategy=adpsgd learners=2 record_order=true run=runs/r1
-  roundelay replay runs/r1""",
-    "bench": """examples:
-  roundelay bench throughput --quick
-  roundelay bench overhead --json
-  sudo roundelay bench network --quick""",
-    "check": """examples:
-  roundelay check
-  roundelay check learners=2 run=runs/next
-  torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check bind_address=auto""",
-    "completion": """examples:
-  roundelay completion bash > ~/.local/share/bash-completion/completions/roundelay
-  source <(roundelay completion zsh)
-  roundelay completion fish > ~/.config/fish/completions/roundelay.fish""",
-    "report": """examples:
-  roundelay report runs/frames-adpsgd-1
-  roundelay report runs/adpsgd runs/sync --out compared.html""",
-    "compare": """examples:
-  roundelay compare runs/sync-0 runs/sync-1 runs/adpsgd-0 runs/adpsgd-1
-  roundelay compare runs/* --json""",
-    **speech.EPILOG,
+COMMANDS = {
+    "train": "train a task: in one process, with N local learners, or as one rank under torchrun, mpirun or srun",
+    "simulate": "train on a simulated cluster: timing only, or a real task in virtual time",
+    "plan": "predict the time of each strategy on a cluster and recommend one, or the cost of a slow rank",
+    "replay": "repeat a recorded asynchronous run and compare the weights",
+    "check": "check the environment: versions, devices, ports, disk, links between ranks",
+    "config": "print the resolved settings and the origin of each",
+    "list": "list strategies, topologies, examples, recipes, clusters and more",
+    "report": "write an HTML page about one run or several runs",
+    "compare": "compare groups of runs, paired by seed, with confidence intervals",
+    "run": "run all stages of a speech recipe: from recordings to word error rates",
+    "demo": "synthesize, align, train twice, decode and compare: the whole pipeline in a few minutes",
+    "synth": "synthesize a corpus: many speakers, noise, reverberation",
+    "lexicon": "generate pronunciations for the words of a text",
+    "prepare": "check a data directory and extract features",
+    "align": "align a data directory with a trained system: tied states and word times",
+    "pack": "pack the training examples of a run into an archive",
+    "decode": "recognize a data directory with a run",
+    "score": "compute the word error rate of hypotheses, with confidence intervals",
+    "export": "export the average model: safetensors, model card, ONNX, Kaldi posteriors",
+    "bench": "measure throughput or network benefit on this machine",
+    "calibrate": "measure this machine and write a cluster file for simulate and plan",
 }
-LISTS = [
-    "strategies",
-    "topologies",
-    "backends",
-    "models",
-    "recipes",
-    "stages",
-    "optimizers",
-    "schedules",
-    "benchmarks",
-    "clusters",
-]
+FORWARDED = {"bench": "roundelay.cli.bench", "calibrate": "roundelay.simulate.calibrate"}
+"""Commands whose module parses its own arguments: main(argv)."""
+EXTRAS = {
+    "kaldifst": "speech", "kaldi_decoder": "speech", "kaldialign": "speech", "soundfile": "speech", "soxr": "speech",
+    "espeakng_loader": "speech", "tensorboard": "tensorboard", "onnx": "onnx", "onnxruntime": "onnx", "onnxscript": "onnx",
+    "mpi4py": "mpi", "lhotse": "lhotse", "shtab": "completion",
+}  # fmt: skip
+"""Module -> the optional dependency that installs it."""
+SHELLS = ("bash", "zsh", "tcsh")
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+def top_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options before the command."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
         prog="roundelay",
-        description="Distributed training in which learners talk to their neighbours, one step behind.",
-        epilog="example:\n  roundelay train examples/frames.toml strategy=adpsgd learners=2",
+        usage="roundelay [--help] [--version] COMMAND …",
+        description="Asynchronous decentralized training for PyTorch.",
+        epilog=f"commands:\n{commands}\n\nexamples:\n  roundelay train frames learners=2\n  roundelay train --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"roundelay {roundelay.__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def command(name: str, help: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        made = commands.add_parser(
-            name, help=help, description=help, epilog=EPILOG[name], formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        made.set_defaults(run_command=run)
-        return made
-
-    p = command("train", "train a task: alone, on local learners, or as one rank under torchrun, mpirun or srun", run_train)
-    p.add_argument("file", metavar="FILE", help="a TOML file with settings")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
-    p.add_argument("--json", action="store_true", help="print the run's metrics as JSON at the end")
-
-    p = command("list", f"list {', '.join(LISTS[:-1])} or {LISTS[-1]}", run_list)
-    p.add_argument("what", choices=LISTS)
-    p.add_argument("--size", type=int, default=8, help="learners, for the metrics of topologies (default 8)")
-    p.add_argument("--json", action="store_true", help="print JSON")
-
-    p = command("simulate", "train on a virtual cluster: timing alone, or a real task in virtual time", run_simulate)
-    p.add_argument("cluster", metavar="CLUSTER", help="a preset (roundelay list clusters) or a TOML file")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="strategy, learners, batch, steps, model, task, …")
-    p.add_argument("--json", action="store_true", help="print the metrics as JSON at the end")
-
-    p = command("config", "print the resolved settings and where each came from", run_config)
-    p.add_argument("file", metavar="FILE", help="a TOML file with settings, or the folder of a recipe")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
-    p.add_argument("--json", action="store_true", help="print JSON")
-
-    p = command("plan", "what each strategy would take on a cluster, and which to choose; or what a slow rank costs", run_plan)
-    p.add_argument("file", metavar="FILE", nargs="?", default="", help="a recipe, or a settings file of roundelay train")
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="cluster=NAME, samples=N, model=NAME, batch=N, …")
-    p.add_argument("--what-if", metavar="RUN", help="a run's directory: what if rank=N had been as fast as the others?")
-    p.add_argument("--json", action="store_true", help="print JSON")
-
-    p = command("replay", "do a recorded asynchronous run again, event by event, and compare the weights", run_replay)
-    p.add_argument("run", metavar="RUN", help="the directory of a run that was trained with record_order=true")
-    p.add_argument("--json", action="store_true", help="print JSON")
-
-    p = command("check", "will a run work here, and what would it use? Alone, with learners=N, or under torchrun", run_check)
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="as for a run: learners, host, port, run, device")
-    p.add_argument("--json", action="store_true", help="print JSON")
-
-    p = command("completion", "print a script that completes commands, options and settings in your shell", run_completion)
-    p.add_argument("shell", choices=["bash", "zsh", "fish"])
-
-    p = command("bench", f"measure: {', '.join(BENCHES)}", run_bench)
-    p.add_argument("which", choices=BENCHES)
-    p.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark; see roundelay bench WHICH --help")
-
-    p = command("report", "write one HTML page about a run, or about several side by side", run_report)
-    p.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, of training or of a recipe")
-    p.add_argument("--out", default="", metavar="FILE", help="default: report.html in the run; for several runs, here")
-    p.add_argument("--json", action="store_true", help="print the page's path and the runs' metrics as JSON")
-
-    p = command("compare", "compare groups of runs with equal settings, paired by seed, with intervals", run_compare)
-    p.add_argument("runs", nargs="+", metavar="RUN", help="run directories; the first one's group is the base")
-    p.add_argument("--json", action="store_true", help="print JSON")
-    speech.add(command)
-    return top
+    parser.add_argument("--version", action="version", version=f"roundelay {__version__}")
+    parser.add_argument(
+        "--print-completion", choices=SHELLS, metavar="SHELL", help="print a completion script (bash, zsh, tcsh)"
+    )
+    return parser
 
 
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; settings (key=value) may stand before and behind options, which argparse by itself does not allow."""
-    top = parser()
-    args, late = top.parse_known_args(argv)
-    strange = [a for a in late if not hasattr(args, "overrides") or a.startswith("-") or "=" not in a]
-    if strange:
-        top.error(f"unrecognized arguments: {' '.join(strange)}")
-    if late:
-        args.overrides = [*args.overrides, *late]
-    return args
+def command_parser(name: str, parser: argparse.ArgumentParser | None = None) -> tuple[argparse.ArgumentParser, Any]:
+    """Return the parser of one command, and its module."""
+    module = importlib.import_module(f"roundelay.cli.{name}")
+    parser = parser or argparse.ArgumentParser(prog=f"roundelay {name}")
+    parser.description = COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
+    parser.epilog = f"examples:\n{module.EXAMPLES}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add_arguments(parser)
+    return parser, module
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parsed(argv)
-    with interrupts.install_handlers():
-        return interrupts.exit_code_of(lambda: args.run_command(args))
+def full_parser() -> argparse.ArgumentParser:
+    """Return one parser with all commands, for completion scripts."""
+    parser = top_parser()
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        subparser = commands.add_parser(name, help=text)
+        if name not in FORWARDED:
+            command_parser(name, subparser)
+    return parser
 
 
-def run_train(args: argparse.Namespace) -> int:
-    from roundelay.cli import train
-
-    return train.run_train(args)
-
-
-def run_simulate(args: argparse.Namespace) -> int:
-    from roundelay.cli import simulate
-
-    return simulate.run_simulate(args)
-
-
-def run_list(args: argparse.Namespace) -> int:
-    if args.what == "clusters":
-        from roundelay.cli import simulate
-
-        return simulate.run_list_clusters(args.json)
-    from roundelay.cli import train
-
-    return train.run_list(args)
-
-
-def run_config(args: argparse.Namespace) -> int:
-    from roundelay.cli import train
-
-    return train.run_config(args)
+def dispatch(argv: list[str]) -> int:
+    """Run the command that the arguments name and return its exit code."""
+    if not argv or argv[0].startswith("-"):
+        parser = top_parser()
+        args = parser.parse_args(argv)
+        if args.print_completion:
+            return _print_completion(args.print_completion)
+        parser.error("a COMMAND is required")
+    name, *rest = argv
+    if name not in COMMANDS:
+        raise UsageError(f"unknown command '{name}'", where="command line", hint=did_you_mean(name, COMMANDS))
+    log.configure()
+    try:
+        if name in FORWARDED:
+            return int(importlib.import_module(FORWARDED[name]).main(rest) or 0)
+        parser, module = command_parser(name)
+        return int(module.run(parser.parse_intermixed_args(rest)) or 0)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        raise missing_extra(EXTRAS[package], package, f"roundelay {name}") from error
 
 
-def run_plan(args: argparse.Namespace) -> int:
-    from roundelay.cli import plan
-
-    return plan.run_plan(args)
-
-
-def run_replay(args: argparse.Namespace) -> int:
-    from roundelay.cli import train
-
-    return train.run_replay(args)
+def missing_extra(extra: str, package: str, where: str) -> UsageError:
+    """Return the error for an optional dependency that is not installed."""
+    return UsageError(
+        f"this command needs the {extra} extra ({package} is not installed)",
+        where=where,
+        hint=f"pip install 'roundelay[{extra}]'",
+    )
 
 
-def run_check(args: argparse.Namespace) -> int:
-    from roundelay.cli import check
-
-    return check.run(args)
-
-
-def run_completion(args: argparse.Namespace) -> int:
-    from roundelay import completion
-    from roundelay.cli import train
-
-    print(completion.script(args.shell, completion.words_of(parser(), train.keys_of_commands()), train.VALUES), end="")
+def _print_completion(shell: str) -> int:
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        raise missing_extra("completion", "shtab", "--print-completion") from error
+    print(shtab.complete(full_parser(), shell))
     return 0
 
 
-def run_report(args: argparse.Namespace) -> int:
-    from roundelay.recipes import hypotheses
-
-    return hypotheses.run_report(args)
-
-
-def run_compare(args: argparse.Namespace) -> int:
-    from roundelay.recipes import compare
-
-    return compare.run_compare(args)
-
-
-def run_bench(args: argparse.Namespace) -> int:
-    return int(importlib.import_module(BENCHES[args.which]).main(args.rest) or 0)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command, and turn errors of this package into a message and an exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with interrupts.install_handlers():
+        return interrupts.exit_code_of(lambda: dispatch(arguments))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the time of every learner goes, drawn with letters."""
+"""Text charts of a simulated run: timeline, time shares, staleness."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from roundelay.simulate.run import SimulationResult
 
 LETTERS = {"compute": "#", "comm": "~", "copy": "=", "data": ".", "idle": " "}
-LEGEND = "# gradient   ~ waits for others or the network   = copies through host memory   . waits for data"
+LEGEND = "# gradient   ~ waits for other ranks or the network   = copies through host memory   . waits for data"
 SHOWN = 16
 
 
 def timeline(spans: Sequence[tuple[int, str, float, float]], learners: int, width: int = 96) -> list[str]:
-    """The first moments of a run, one line per learner."""
+    """Return the first steps of a run, one line per learner."""
     if not spans:
         return []
-    shown = chosen(learners)
-    # the time that is covered for everybody who is drawn
+    shown = list(range(min(learners, SHOWN)))
+    # the interval that is recorded for all displayed learners
     until = min((max((end for rank, _, _, end in spans if rank == r), default=0.0) for r in shown), default=0.0)
     begin = min((start for rank, what, start, _ in spans if what == "compute"), default=0.0)
     if until <= begin:
@@ -36,16 +36,12 @@ def timeline(spans: Sequence[tuple[int, str, float, float]], learners: int, widt
             cell["idle"] = column * 1.0001 - sum(cell.values())
         lines.append(f"rank {r:>4} |" + "".join(LETTERS[max(cell, key=lambda k: cell[k])] for cell in weight) + "|")
     if len(shown) < learners:
-        lines.append(f"({learners - len(shown)} learners not drawn)")
+        lines.append(f"({learners - len(shown)} learners not shown)")
     return lines
 
 
-def chosen(learners: int) -> list[int]:
-    return list(range(min(learners, SHOWN)))
-
-
 def shares(outcome: SimulationResult) -> list[str]:
-    """Where each learner's time went over the whole run, as a table: the slowest, the fastest and those between."""
+    """Return a table of each learner's time by kind over the whole run; at most 16 learners, evenly spaced by rank."""
     rows = [(rank, r) for rank, r in enumerate(outcome.per_learner) if r]
     lines = [f"{'learner':>8} {'steps':>7} {'samples/s':>10} {'compute':>8} {'comm':>7} {'update':>7} {'data':>7}"]
     picked = rows if len(rows) <= SHOWN else [rows[i * (len(rows) - 1) // (SHOWN - 1)] for i in range(SHOWN)]
@@ -55,17 +51,17 @@ def shares(outcome: SimulationResult) -> list[str]:
         cells = " ".join(f"{part[kind]:>6.1f}%" for kind in ("comm", "update", "data"))
         lines.append(f"{rank:>8} {r.get('steps', 0):>7} {r['samples_per_s']:>10.4g} {part['compute']:>7.1f}% {cells}")
     if len(picked) < len(rows):
-        lines.append(f"({len(rows) - len(picked)} learners between these not shown)")
+        lines.append(f"({len(rows) - len(picked)} learners not shown)")
     return lines
 
 
 def histogram(staleness: dict[int, int], width: int = 40) -> list[str]:
-    """How often a gradient was how stale."""
+    """Return a histogram of the staleness of gradients."""
     total = sum(staleness.values())
     if not total or set(staleness) == {0}:
         return ["staleness: none"]
     most = max(staleness.values())
-    lines = ["staleness (writes to w between a gradient's read and its move):"]
+    lines = ["staleness (writes to w between a gradient's read and its update):"]
     for k in sorted(staleness)[:24]:
         lines.append(f"{k:>6} {100 * staleness[k] / total:>6.1f}% {'#' * round(width * staleness[k] / most)}")
     return lines

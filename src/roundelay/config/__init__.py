@@ -1,35 +1,39 @@
-"""Configuration: one loader of TOML files and key=value pairs."""
+"""Configuration: TOML files and key=value items into dataclasses, and back."""
 
 from roundelay.config.loader import (
-    CHOICES,
-    MINIMUM,
-    NON_NUMERIC_KEYS,
-    TABLES,
+    COMMAND_LINE,
     ResolvedConfig,
-    TrainConfig,
-    build_task,
-    check,
-    computation_settings,
-    dumps,
-    engine,
-    explain,
-    extend_sys_path,
+    apply,
+    build,
+    check_partial,
     load,
+    parse_item,
+    read_toml,
+    split_items,
 )
+from roundelay.config.task import NON_NUMERIC_KEYS, build_task, computation_settings, extend_sys_path
+from roundelay.config.writer import dumps, explain, flatten, resolved_rows, tree_of
+from roundelay.engine.config import EngineConfig, TrainConfig
 
 __all__ = [
-    "CHOICES",
-    "MINIMUM",
+    "COMMAND_LINE",
     "NON_NUMERIC_KEYS",
-    "TABLES",
+    "EngineConfig",
     "ResolvedConfig",
     "TrainConfig",
+    "apply",
+    "build",
     "build_task",
-    "check",
+    "check_partial",
     "computation_settings",
     "dumps",
-    "engine",
     "explain",
     "extend_sys_path",
+    "flatten",
     "load",
+    "parse_item",
+    "read_toml",
+    "resolved_rows",
+    "split_items",
+    "tree_of",
 ]

@@ -1,281 +1,371 @@
-"""Settings: typed, from a TOML file and `key=value`; what is unknown or impossible is an error that says where it stands.
+"""Load settings from a TOML file and `key=value` items into any dataclass.
 
-Later wins: defaults, then the file, then the command line. There is no code in a configuration; a task or a strategy of one's
-own is named by its import path.
+Later sources win: defaults, then the file, then the command line. Nested dataclasses are sections, tuples of dataclasses are
+lists of sections. Unknown keys, wrong types and values out of range raise a UsageError that names the section and the origin.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import re
-import sys
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
-from roundelay.engine.config import EngineConfig
+from roundelay.core.settings import constraint_of, key_of, satisfies
+from roundelay.engine.config import TrainConfig
 from roundelay.errors import UsageError, did_you_mean
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(EngineConfig):
-    """Everything a run can be told. The comment behind a field says when to change it."""
-
-    task: str = ""  # what is trained: importable.module:Class; the file's own folder and the current one are searched
-    task_options: dict[str, Any] = field(default_factory=dict)  # fields of the task's class
-    strategy: str = "adpsgd"  # roundelay list strategies; nested: hierarchical(kstep); your own: my.module:Mine
-    strategy_options: dict[str, Any] = field(default_factory=dict)  # fields of the strategy's class, such as K
-    topology: str = "ring"  # who meets whom: roundelay list topologies; random_ring from 8 learners on
-    backend: str = "auto"  # who carries the vectors: auto, shm, torch, mpi, threads
-    learners: int = 1  # local processes to start; ignored under torchrun
-    epochs: float = 1.0  # passes over the training samples, over all learners together
-    batch: int | str = 64  # samples per learner and step; "hostA:128,hostB:32" for uneven machines; "auto" finds out
-    seed: int = 0  # first weights, order of samples, random matchings
-    device: str = "auto"  # auto, cpu, cuda
-    optimizer: str = "sgd"  # sgd, adam, adamw, ngsgd (natural gradient: makes rare averaging work)
-    lr: float = 0.1  # the rate of the global batch; means the same in every strategy
-    momentum: float = 0.9  # of sgd and ngsgd
-    weight_decay: float = 0.0
-    max_grad_norm: float = 0.0  # largest norm of a gradient; 0: no limit. Set it when the loss jumps
-    schedule: str = "constant"  # constant, cosine, ibm (times 1/sqrt(2) per epoch after anneal_after_epochs)
-    warmup_epochs: float = 0.0  # linear warm-up of the rate; lengthen it when large batches diverge early
-    anneal_after_epochs: float = 10.0
-    num_workers: int = 1  # background loaders per learner; 0: none, the gradient waits. More: for slow storage
-    loader_kind: str = "thread"  # thread, or process: where the task's own Python makes the batches
-    deterministic_reduce: bool = False  # sums in rank order: repeatable to the bit, slower
-    simulate_nodes: int = 0  # pretend that this machine is so many (for testing hierarchies)
-    steps_per_exchange: float = 1.0  # above 1: meet more rarely, when exchanges cost CPU that training needs
-    run: str = ""  # the run's directory; default runs/<name>-<strategy>-<number>
-    resume: str = "no"  # no, auto (newest whole checkpoint of the run), or a checkpoint's path
-    checkpoint_every_epochs: float = 1.0  # checkpoint and evaluation
-    keep_checkpoints: int = 3  # checkpoints kept
-    eval_at_checkpoint: bool = True  # judge the average model at every checkpoint
-    straggler: str = ""  # straggler injection: "1:2.0" makes rank 1 take twice its time
-    timeout_s: float = 60.0  # how long a rendezvous may wait
-    log_every_s: float = 1.0  # how often a learner writes its metrics
-    bind_address: str = "127.0.0.1"  # the address that sockets bind; "auto": the one that reaches MASTER_ADDR
-    store_port: int = 0  # of the job's store; 0: the system chooses
-    progress: str = "auto"  # auto, rich, plain, none
-    tensorboard: bool = True  # write the run's metrics for TensorBoard, too
-    record_order: bool = False  # note the order of events down, so that roundelay replay can do an asynchronous run again
-
-
-CHOICES = {
-    "backend": ("auto", "shm", "torch", "mpi", "threads"),
-    "schedule": ("constant", "cosine", "sqrt2_decay"),
-    "optimizer": ("sgd", "adam", "adamw", "ngsgd"),
-    "loader_kind": ("thread", "process"),
-    "progress": ("auto", "rich", "plain", "none"),
-}
-MINIMUM: dict[str, float] = {
-    "learners": 1, "epochs": 0, "seed": 0, "lr": 0, "momentum": 0, "weight_decay": 0, "max_grad_norm": 0, "warmup_epochs": 0,
-    "anneal_after_epochs": 0, "simulate_nodes": 0, "steps_per_exchange": 0.01, "num_workers": 0, "checkpoint_every_epochs": 0.001, "keep_checkpoints": 1,
-    "timeout_s": 1, "log_every_s": 0.01, "store_port": 0,
-}  # fmt: skip
-KINDS = {"int": int, "float": float, "bool": bool, "str": str}
-TABLES = ("task_options", "strategy_options")
+COMMAND_LINE = "command line"
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ResolvedConfig:
-    """Settings and where each came from."""
+class ResolvedConfig(Generic[T]):
+    """Settings and the origin of each key: "file.toml:3", "command line", or absent for a default."""
 
-    settings: TrainConfig
-    origin: dict[str, str]
+    settings: T
+    origins: Mapping[str, str]
     folder: Path
-    """Where the file lies: a task named in it is looked for there first."""
+    """Folder of the file: relative names in it refer to this folder."""
+
+    def origin(self, key: str) -> str:
+        """Return where a dotted key was set."""
+        return origin_of(self.origins, key) or "default"
 
 
-def load(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> ResolvedConfig:
-    """Settings from a file (or none) and `key=value` pairs."""
-    values: dict[str, Any] = {}
-    origin = {f.name: "default" for f in fields(TrainConfig)}
+@overload
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> ResolvedConfig[TrainConfig]: ...
+
+
+@overload
+def load(path: str | Path | None, overrides: Sequence[str], schema: type[T]) -> ResolvedConfig[T]: ...
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = (), schema: type[Any] = TrainConfig) -> ResolvedConfig[Any]:
+    """Return the settings of a file (or of none) with `key=value` items on top.
+
+    Raises:
+        UsageError: The file cannot be read, or a key or value is invalid.
+    """
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     folder = Path.cwd()
     if path is not None:
         folder = Path(path).resolve().parent
-        for key, value, line in _read(Path(path)):
-            _set(values, key, value, f"{path}:{line}" if line else str(path))
-            origin[key.split(".")[0]] = f"{Path(path).name}:{line}" if line else Path(path).name
-    for item in overrides:
-        key, equals, text = item.partition("=")
-        if not equals or not key:
-            raise UsageError(f"'{item}' is not key=value", where="command line", hint="write for example strategy=kstep lr=0.1")
-        _set(values, key.strip(), _literal(text), "command line")
-        origin[key.strip().split(".")[0]] = "command line"
-    return ResolvedConfig(TrainConfig(**values), origin, folder)
+        tree, origins = read_toml(Path(path))
+    apply(tree, origins, overrides, schema)
+    settings = build(schema, tree, str(path) if path is not None else COMMAND_LINE, origins)
+    return ResolvedConfig(settings, origins, folder)
 
 
-def _read(path: Path) -> list[tuple[str, Any, int]]:
+def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tree of a TOML file, and for each dotted key the file and line that sets it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise UsageError(f"cannot read {path}: {why}", where="FILE", hint="give the path of a TOML file") from error
+        cause = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"cannot read {path}: {cause}", where=str(path), hint="give the path of a TOML file") from error
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(
-            f"{path} is not valid TOML: {error}", where=str(path), hint='values of text need quotes: key = "text"'
+            f"{path} is not valid TOML: {error}", where=str(path), hint='put text in quotes: key = "text"'
         ) from error
-    lines = text.splitlines()
-
-    def line_of(key: str) -> int:
-        pattern = re.compile(rf"^\s*\[?{re.escape(key)}\b")
-        return next((n for n, line in enumerate(lines, 1) if pattern.match(line)), 0)
-
-    return [(key, value, line_of(key)) for key, value in tree.items()]
+    return tree, {key: f"{path}:{line}" for key, line in _lines(text).items()}
 
 
-def _literal(text: str) -> Any:
-    """A value as TOML would read it; anything else is text."""
-    try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
+def _lines(text: str) -> dict[str, int]:
+    """Return the line of each key. Keys in the second section of a list are named `section[1].key`."""
+    lines: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line):
+            section = header.group(2)
+            if header.group(1) == "[[":
+                index = counts[section] = counts.get(section, -1) + 1
+                section = f"{section}[{index}]" if index else section
+            else:  # a sub-section of a list belongs to the list's latest element
+                parent, dot, rest = section.partition(".")
+                section = f"{parent}[{counts[parent]}]{dot}{rest}" if counts.get(parent, 0) else section
+            lines.setdefault(section, number)
+        elif key := re.match(r"\s*([\w.-]+)\s*=", line):
+            lines.setdefault(f"{section}.{key.group(1)}" if section else key.group(1), number)
+    return lines
 
 
-def _set(values: dict[str, Any], key: str, value: Any, where: str) -> None:
-    known = {f.name: f for f in fields(TrainConfig)}
-    table, dot, inner = key.partition(".")
-    if dot and table in TABLES:
-        values[table] = {**values.get(table, {}), inner: value}
-        return
-    if key not in known:
-        raise UsageError(f"there is no setting '{key}'", where=where, hint=did_you_mean(key, known))
-    if key in TABLES:
-        if not isinstance(value, dict):
-            raise UsageError(f"{key} must be a table", where=where, hint=f"write [{key}] in the file, or {key}.name=value")
-        values[key] = {**values.get(key, {}), **value}
-        return
-    values[key] = _checked(key, value, str(known[key].type), where)
+def origin_of(origins: Mapping[str, str], key: str) -> str:
+    """Return where a dotted key, or else the section that contains it, was set."""
+    while key:
+        if key in origins:
+            return origins[key]
+        key = key.rpartition(".")[0]
+    return ""
 
 
-def check(values: Mapping[str, Any], where: str) -> None:
-    """An error for what could not be a setting, in a table that stands elsewhere."""
-    for key, value in values.items():
-        _set({}, key, value, where)
+# -- key=value ---------------------------------------------------------------------------------------------------------
 
 
-def _checked(key: str, value: Any, kind: str, where: str) -> Any:
-    wanted = [KINDS[k.strip()] for k in kind.split("|")]
-    if float in wanted and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    fits = any(type(value) is k for k in wanted)
-    if not fits and str in wanted and not isinstance(value, dict | list):
-        value, fits = str(value).lower() if isinstance(value, bool) else str(value), True
-    if not fits:
+def parse_item(item: str) -> tuple[str, Any]:
+    """Split `key=value`. The value is read as TOML; text that is not valid TOML stays text."""
+    key, equals, text = item.partition("=")
+    if not equals or not key.strip():
         raise UsageError(
-            f"{key} is {value!r}, but must be {' or '.join(k.__name__ for k in wanted)}",
-            where=where,
-            hint=f"for example {key}={_example(key)}",
+            f"'{item}' is not of the form key=value", where=COMMAND_LINE, hint="write for example strategy=kstep lr=0.1"
         )
-    if key in CHOICES and value not in CHOICES[key]:
-        raise UsageError(f"{key} cannot be '{value}'", where=where, hint=did_you_mean(str(value), CHOICES[key]))
-    if key in MINIMUM and not MINIMUM[key] <= value < float("inf"):  # nan is refused too
-        raise UsageError(f"{key} is {value}", where=where, hint=f"give a number of at least {MINIMUM[key]:g}")
-    return value
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    return key.strip(), value
 
 
-def _example(key: str) -> str:
-    default = getattr(TrainConfig(), key)
-    return json.dumps(default)
+def split_items(items: Iterable[str], schema: type[Any]) -> tuple[list[str], list[str]]:
+    """Divide `key=value` items into those whose first name is a key of the schema, and the rest."""
+    names = set(_keys(schema))
+    own: list[str] = []
+    rest: list[str] = []
+    for item in items:
+        (own if re.split(r"[.\[]", parse_item(item)[0])[0] in names else rest).append(item)
+    return own, rest
 
 
-def dumps(settings: TrainConfig) -> str:
-    """TOML that loads back to the same settings."""
-    plain = {f.name: getattr(settings, f.name) for f in fields(settings)}
-    text = [f"{key} = {_toml(value)}" for key, value in plain.items() if key not in TABLES]
-    for table in TABLES:
-        if plain[table]:
-            text += ["", f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in plain[table].items())]
-    return "\n".join(text) + "\n"
+def apply(tree: dict[str, Any], origins: dict[str, str], items: Iterable[str], schema: type[Any]) -> None:
+    """Set `section.key=value` items in a tree. `source.root=x` sets a key of the first element of a list of sections."""
+    for item in items:
+        key, value = parse_item(item)
+        *sections, last = key.split(".")
+        node: dict[str, Any] = tree
+        kind: Any = schema
+        for depth, name in enumerate(sections):
+            base, index = _index(name)
+            element = _element(_type_of(kind, base))
+            if element is not None:
+                rows = node.setdefault(base, [{}])
+                if not isinstance(rows, list) or index >= len(rows):
+                    raise UsageError(f"[[{base}]] has no element {index}", where=item, hint=f"use {base}[0] to {base}[N-1]")
+                child, kind = rows[index], element
+            else:
+                child, kind = node.setdefault(base, {}), _type_of(kind, base)
+            if not isinstance(child, dict):
+                path = ".".join(sections[: depth + 1])
+                raise UsageError(f"'{path}' is not a section", where=item, hint=f"set it as a whole: {path}=…")
+            node = child
+        if isinstance(value, dict) and isinstance(node.get(last), dict):
+            value = {**node[last], **value}
+        node[last] = value
+        origins[key.replace("[0]", "")] = COMMAND_LINE
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    # TOML's basic strings take JSON's escapes, but neither a bare DEL nor pairs of surrogates for rare characters
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+def _index(name: str) -> tuple[str, int]:
+    match = re.fullmatch(r"(.+)\[(\d+)\]", name)
+    return (match.group(1), int(match.group(2))) if match else (name, 0)
 
 
-def explain(resolved: ResolvedConfig) -> str:
-    """Every setting, its value and where it came from."""
-    rows = [
-        (f.name, _toml(v) if not isinstance(v := getattr(resolved.settings, f.name), dict) else json.dumps(v))
-        for f in fields(TrainConfig)
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def build(
+    schema: type[T], tree: Any, where: str = COMMAND_LINE, origins: Mapping[str, str] | None = None, section: str = ""
+) -> T:
+    """Return a dataclass from plain values. `where` is the location in errors for keys that `origins` does not list."""
+    values = _values(schema, tree, where, origins or {}, section)
+    missing = [
+        key
+        for key, f in _keys(schema).items()
+        if f.name not in values and f.default is MISSING and f.default_factory is MISSING
     ]
-    wide, far = max(len(k) for k, _ in rows), max(len(v) for _, v in rows)
-    return "\n".join(f"{key:<{wide}} = {value:<{far}}  # {resolved.origin[key]}" for key, value in rows)
-
-
-def extend_sys_path(resolved: ResolvedConfig) -> None:
-    """Tasks and strategies of one's own are looked for beside the file, then in the current folder."""
-    for place in (str(Path.cwd()), str(resolved.folder)):
-        if place not in sys.path:
-            sys.path.insert(0, place)
-
-
-def build_task(resolved: ResolvedConfig) -> Any:
-    """The task that the settings name."""
-    name, options = resolved.settings.task, resolved.settings.task_options
-    if not name:
-        raise UsageError("no task is named", where="task", hint='set task = "importable.module:Class" in the file')
-    module, colon, attribute = name.partition(":")
-    extend_sys_path(resolved)
-    try:
-        cls = getattr(importlib.import_module(module), attribute if colon else "Task")
-    except (ImportError, AttributeError, ValueError) as error:
+    if missing:
         raise UsageError(
-            f"task '{name}' cannot be loaded: {error}", where="task", hint="give importable.module:Class"
-        ) from error
-    known = {f.name for f in fields(cls) if f.init} if hasattr(cls, "__dataclass_fields__") else None
-    for key in options:
-        if known is not None and key not in known:
-            raise UsageError(
-                f"task '{name}' has no setting '{key}'", where=f"task_options.{key}", hint=did_you_mean(key, known)
-            )
-    if known is not None and "seed" in known:
-        options = {"seed": resolved.settings.seed, **options}
+            f"missing key '{missing[0]}'{_inside(section)}", where=where, hint=f"add {missing[0]} = …{_inside(section)}"
+        )
     try:
-        return cls(**options)
-    except TypeError as error:
+        return schema(**values)
+    except (TypeError, ValueError) as error:
         raise UsageError(
-            f"task '{name}' does not take these settings: {error}", where="task_options", hint="see the class"
+            f"{_label(section) or 'settings'}: {error}", where=where, hint="change one of these settings"
         ) from error
 
 
-def engine(settings: TrainConfig) -> EngineConfig:
-    """The part of the settings that the engine takes."""
-    return EngineConfig(**{f.name: getattr(settings, f.name) for f in fields(EngineConfig)})
+def check_partial(schema: type[Any], tree: Any, where: str, section: str = "") -> dict[str, Any]:
+    """Return the checked values of some keys of a schema, without filling in defaults."""
+    return _values(schema, tree, where, {}, section)
 
 
-NON_NUMERIC_KEYS = frozenset(
-    {
-        "run",
-        "resume",
-        "keep_checkpoints",
-        "eval_at_checkpoint",
-        "checkpoint_every_epochs",
-        "straggler",
-        "timeout_s",
-        "log_every_s",
-        "bind_address",
-        "store_port",
-        "progress",
-    }
-    | {"record_order", "backend", "device", "learners"}
-)
-"""Settings that leave no trace in the weights, once the order of events is known."""
+def _values(schema: type[Any], tree: Any, where: str, origins: Mapping[str, str], section: str) -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        raise UsageError(
+            f"{_label(section)} must be a section (got {tree!r})", where=origin_of(origins, section) or where,
+            hint=f"write [{section}] and its keys below it",
+        )  # fmt: skip
+    known_keys = _keys(schema)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{section}.{key}" if section else key
+        location = origin_of(origins, path) or where
+        if key not in known_keys:
+            raise UsageError(f"unknown key '{key}'{_inside(section)}", where=location, hint=did_you_mean(key, known_keys))
+        declaration = known_keys[key]
+        values[declaration.name] = _Converter(declaration, path, where, origins).convert(_type_of(schema, key), value)
+    return values
 
 
-def computation_settings(settings: TrainConfig) -> dict[str, Any]:
-    """The settings that decide what a run computes: two runs that differ in one of them are different runs."""
-    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in NON_NUMERIC_KEYS}
-    return dict(json.loads(json.dumps(plain)))
+@dataclass(frozen=True)
+class _Converter:
+    """Convert the plain value of one setting to its type and check its constraint."""
+
+    declaration: Field[Any]
+    path: str
+    where: str
+    origins: Mapping[str, str]
+
+    def convert(self, kind: Any, value: Any) -> Any:
+        element = _element(kind)
+        inner = self.declaration.metadata.get("schema")
+        if _section_type(kind) is not None:
+            return build(_section_type(kind), value, self.where, self.origins, self.path)  # type: ignore[arg-type]
+        if element is not None:
+            if not isinstance(value, list | tuple):
+                self.refuse("must be a list of sections", value, f"write [[{self.path}]] and its keys below it")
+            names = [self.path + (f"[{n}]" if n else "") for n in range(len(value))]
+            return tuple(build(element, row, self.where, self.origins, name) for name, row in zip(names, value, strict=True))
+        if inner is not None:
+            values = _values(inner, value, self.where, self.origins, self.path)
+            for key in self.declaration.metadata["reserved"]:
+                if key in values:
+                    raise UsageError(
+                        f"'{key}' must not be set{_inside(self.path)}: it is derived", where=self.location, hint="remove it"
+                    )
+            return values
+        return self._checked(self._typed(kind, value))
+
+    @property
+    def location(self) -> str:
+        return origin_of(self.origins, self.path) or self.where
+
+    def refuse(self, rule: str, value: Any, hint: str = "") -> None:
+        shown = f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+        raise UsageError(f"{_label(self.path)} {rule} (got {shown})", where=self.location, hint=hint or self._example())
+
+    def _example(self) -> str:
+        from roundelay.config.writer import toml_value
+
+        default = self.declaration.default
+        example = None if default is MISSING or default is None else toml_value(default)
+        return f"for example {self.path}={example}" if example not in (None, '""') else "correct the value"
+
+    def _typed(self, kind: Any, value: Any) -> Any:
+        options = [option for option in _options(kind) if option is not type(None)]
+        for lenient in (False, True):
+            for option in options:
+                fits, converted = _convert_scalar(option, value, lenient)
+                if fits:
+                    return converted
+        self.refuse(f"must be {' or '.join(_type_name(option) for option in options)}", value)
+        raise AssertionError("unreachable")
+
+    def _checked(self, value: Any) -> Any:
+        if not satisfies(self.declaration, value):
+            rule = constraint_of(self.declaration)
+            choices = self.declaration.metadata.get("choices")
+            hint = did_you_mean(str(value), choices) if choices else f"give a number {rule}"
+            self.refuse(f"must be {rule}", f"{value:g}" if isinstance(value, float) else value, hint)
+        return value
+
+
+def _convert_scalar(kind: Any, value: Any, lenient: bool) -> tuple[bool, Any]:
+    """Return whether a plain value fits a type, and the converted value."""
+    origin = get_origin(kind)
+    if kind is Any:
+        return True, value
+    if origin is Literal:
+        return value in get_args(kind), value
+    if kind is dict or origin in (dict, Mapping):
+        return isinstance(value, Mapping), dict(value) if isinstance(value, Mapping) else value
+    if origin in (tuple, list, Sequence) or kind in (tuple, list):
+        return _convert_list(kind, value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return True, float(value)
+    if kind is int and lenient and isinstance(value, float) and value.is_integer():
+        return True, int(value)
+    if kind in (str, Path) and lenient and not isinstance(value, dict | list):
+        return True, kind(str(value).lower() if isinstance(value, bool) else str(value))
+    if kind in TYPE_NAMES or kind is Path:
+        return type(value) is kind, value
+    return True, value
+
+
+def _convert_list(kind: Any, value: Any) -> tuple[bool, Any]:
+    if not isinstance(value, list | tuple):
+        return False, value
+    arguments = get_args(kind)
+    fixed = get_origin(kind) is tuple and arguments and arguments[-1] is not Ellipsis
+    if fixed and len(value) != len(arguments):
+        return False, value
+    element_types = arguments if fixed else [arguments[0] if arguments else Any] * len(value)
+    items = []
+    for element, item in zip(element_types, value, strict=True):
+        pairs = [_convert_scalar(option, item, lenient) for lenient in (False, True) for option in _options(element)]
+        chosen = next((converted for fits, converted in pairs if fits), MISSING)
+        if chosen is MISSING:
+            return False, value
+        items.append(chosen)
+    return True, list(items) if get_origin(kind) is list else tuple(items)
+
+
+# -- types -------------------------------------------------------------------------------------------------------------
+
+
+def _keys(schema: type[Any]) -> dict[str, Field[Any]]:
+    return {key_of(f): f for f in fields(schema) if f.init}
+
+
+def _type_of(schema: Any, key: str) -> Any:
+    """Return the type of a key, or None outside of schemas."""
+    if _section_type(schema) is None:
+        return None
+    cls = _section_type(schema)
+    declaration = _keys(cls).get(key)  # type: ignore[arg-type]
+    if declaration is None:
+        return None
+    return get_type_hints(cls)[declaration.name]
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _section_type(kind: Any) -> type[Any] | None:
+    """Return the dataclass of a section, also of an optional one."""
+    return next((option for option in _options(kind) if isinstance(option, type) and is_dataclass(option)), None)
+
+
+def _element(kind: Any) -> type[Any] | None:
+    """Return the dataclass of a list of sections."""
+    if get_origin(kind) not in (tuple, list):
+        return None
+    return _section_type(get_args(kind)[0]) if get_args(kind) else None
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of: " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) in (tuple, list, Sequence):
+        arguments = get_args(kind)
+        fixed = get_origin(kind) is tuple and arguments[-1] is not Ellipsis
+        return f"a list of {len(arguments)} values" if fixed else "a list"
+    return TYPE_NAMES.get(kind, "a section" if get_origin(kind) is dict else getattr(kind, "__name__", str(kind)))
+
+
+def _inside(section: str) -> str:
+    return f" in [{section}]" if section else ""
+
+
+def _label(path: str) -> str:
+    """Return `key` at the top level and `[section] key` below it."""
+    section, _, key = path.rpartition(".")
+    return f"[{section}] {key}" if section else key

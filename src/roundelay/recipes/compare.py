@@ -7,8 +7,6 @@ hypotheses at hand, over the seeds like the rest.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -142,12 +140,6 @@ def paired_wer(a: Sequence[ComparedRun], b: Sequence[ComparedRun], seeds: Sequen
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
-
-
-def run_compare(args: argparse.Namespace) -> int:
-    found = compare([Path(run) for run in args.runs])
-    print(json.dumps(found, indent=1) if args.json else text_of(found))
-    return 0
 
 
 def text_of(found: dict[str, Any]) -> str:

@@ -1,328 +1,269 @@
-"""What a recipe says: recipe.toml, checked field by field; `section.key=value` on the command line overrides it."""
+"""Settings of a recipe: recipe.toml, with `section.key=value` items of the command line on top."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from roundelay import config
+from roundelay.config import ResolvedConfig, TrainConfig
+from roundelay.core.settings import setting
 from roundelay.errors import UsageError, did_you_mean
+from roundelay.recipes import FILE, FOLDER, names
 from roundelay.speech.decode import SCALES, DecodeOptions
 from roundelay.speech.features.extract import LONGEST_S
 from roundelay.speech.hmm.train_gmm import MonoOptions, SatOptions, TriOptions
 
-FILE = "recipe.toml"
 LABELS = ("transitions", "pdfs")
-TOLD_BY_THE_RECIPE = ("task", "task_options", "run", "resume")
+DERIVED_KEYS = ("task", "task_options", "run", "resume")
+"""Settings of training that the pipeline derives from the recipe."""
 LIMITS = ("longest_s",)
-"""Settings that decide what is refused, not what comes out: changing them is no reason to do a stage again."""
+"""Settings that decide which input is refused and not what is computed: changing them does not invalidate a stage."""
 
 
 @dataclass(frozen=True)
 class SourceConfig:
     """One corpus of a recipe."""
 
-    kind: str = ""
-    """synth, or a publisher's name: kaldi fsdd audiomnist speech_commands speechocean762 librispeech"""
-    name: str = ""
-    """What its sets are called in results; default: the kind. With one source they are just `test`."""
-    root: str = ""
-    """Its folder; a relative one is looked for in $ROUNDELAY_DATA, then beside the recipe."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of the synthesizer."""
+    kind: str = setting("", help="synth, kaldi, fsdd, audiomnist, speech_commands, speechocean762, librispeech or lhotse.")
+    name: str = setting("", help="Name of its sets in results; default: the kind. With one source the test set is named test.")
+    root: str = setting(
+        "", help="Folder of the corpus. A relative path is searched in $ROUNDELAY_DATA, then next to the recipe."
+    )
+    options: dict[str, Any] = setting(factory=dict, help="Options of the synthesizer: keys of roundelay synth.")
 
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    rate: int = 8000  # samples per second that features are made at: 8000 for telephone speech, 16000 otherwise
-    resample: bool = True
-    """Bring other rates to this one; false: another rate is an error."""
-    mels: int = 40  # bands of the log-mel spectrum
-    deltas: int = 2  # orders of slopes beside them: 2 makes 120 values of 40
-    cmvn: str = "speaker"  # mean and variance taken out per speaker, per utterance, or none
-    longest_s: float = LONGEST_S
-    """An utterance that lasts longer is an error: memory holds it whole."""
+    """Feature extraction."""
+
+    rate: int = setting(8000, minimum=1, help="Sample rate of the audio: 8000 for telephone speech, 16000 otherwise.")
+    resample: bool = setting(True, help="Resample audio of another rate; false makes another rate an error.")
+    mels: int = setting(40, minimum=1, help="Bands of the log-mel spectrum.")
+    deltas: int = setting(2, minimum=0, help="Orders of delta features; 2 turns 40 values into 120.")
+    cmvn: str = setting("speaker", choices=("speaker", "utterance", "none"), help="Scope of mean and variance normalization.")
+    longest_s: float = setting(LONGEST_S, above=0, help="Longest utterance in seconds; a longer one is an error.")
 
 
 @dataclass(frozen=True)
 class LanguageConfig:
     """Pronunciations and the language model."""
 
-    lexicon: str = "corpus"
-    """corpus (the synthesizer writes one), espeak (generated for the words at hand), or a file beside the recipe"""
-    text: str = "corpus"
-    """LM text: corpus (the synthesizer's), train (the training transcripts), or a file beside the recipe"""
-    order: int = 2  # of the n-gram
-    isolated_words: bool = False
-    """Every utterance is one word of the lexicon, all equally likely; `text` is not used."""
+    lexicon: str = setting(
+        "corpus", help="corpus (written by the synthesizer), espeak (generated for the words), or a file next to the recipe."
+    )
+    text: str = setting(
+        "corpus", help="LM text: corpus (the synthesizer's), train (training transcripts), or a file next to the recipe."
+    )
+    order: int = setting(2, minimum=1, help="Order of the n-gram model.")
+    isolated_words: bool = setting(
+        False, help="Each utterance is one word of the lexicon, with equal probabilities; text is not used."
+    )
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    model: str = "small"  # roundelay list models; the fields below change it
-    window: int = 21  # frames a sample has
-    context: int = 0  # frames of context on both sides that are seen and not learnt from
-    layers: int | None = None
-    hidden: int | None = None
-    bottleneck: int | None = None
-    dropout: float | None = None
-    spec_augment_freq: int = 0
-    """Widest band of mels hidden from the network while it learns: for small corpora."""
-    spec_augment_time: int = 0  # longest stretch of frames hidden likewise
-    vtlp: float = 0.0
-    """Frequencies are stretched by up to this share while it learns, as by throats of other lengths: for few speakers."""
-    init_from: str = ""
-    """Another recipe (a folder beside this one, such as ../spoken: it is run first), a run, or a model's folder: that network's
-    layers but the last are where training begins. For small corpora."""
-    adapted: bool = False
-    """Paste features adapted to each speaker beside the log-mels; needs "sat" among the systems."""
-    packed: bool = False
-    """Train from an archive, packed before the first epoch: the corpus is read in long stretches, whatever its size."""
-    speed: float = 0.0
-    """Largest change of tempo, drawn per example and epoch (0.1: 0.9 to 1.1); only with `packed`."""
-    noise: float = 0.0
-    """Noise on the normalised features, as a standard deviation; only with `packed`."""
+    """The acoustic model and its training data."""
+
+    model: str = setting("small", help="Preset (roundelay list models); layers, hidden, bottleneck and dropout change it.")
+    window: int = setting(21, minimum=1, help="Frames per sample.")
+    context: int = setting(0, minimum=0, help="Extra input frames on both sides of a sample, without a loss.")
+    layers: int | None = setting(None, minimum=1, help="LSTM layers; default: the preset's.")
+    hidden: int | None = setting(None, minimum=1, help="Units per layer and direction; default: the preset's.")
+    bottleneck: int | None = setting(
+        None, minimum=0, help="Units of the linear layer before the output; default: the preset's."
+    )
+    dropout: float | None = setting(None, minimum=0, maximum=1, help="Dropout probability; default: the preset's.")
+    spec_augment_freq: int = setting(0, minimum=0, help="Largest number of mel bands masked in training; for small corpora.")
+    spec_augment_time: int = setting(0, minimum=0, help="Largest number of frames masked in training; for small corpora.")
+    vtlp: float = setting(
+        0.0, minimum=0, help="Vocal-tract length perturbation: largest relative stretch of frequencies; for few speakers."
+    )
+    init_from: str = setting(
+        "",
+        help="Start from the layers (without the last) of another network: a recipe as seen from this folder, such as ../spoken "
+        "(it runs first), a run directory, or a model folder.",
+    )
+    adapted: bool = setting(False, help='Append speaker-adapted features to the log-mels; needs "sat" in systems.')
+    packed: bool = setting(False, help="Train from an archive that is packed before the first epoch, for large corpora.")
+    speed: float = setting(
+        0.0, minimum=0, help="Largest change of tempo per example and epoch (0.1: 0.9 to 1.1); needs packed."
+    )
+    noise: float = setting(0.0, minimum=0, help="Standard deviation of noise on the normalized features; needs packed.")
 
     def __post_init__(self) -> None:
         if (self.speed or self.noise) and not self.packed:
             raise UsageError(
-                "speed and noise are added when examples leave an archive", where="network", hint="set packed = true"
+                "[network] speed and noise need packed = true", where="network", hint="set packed = true, or remove them"
             )
         if self.adapted and (self.spec_augment_freq or self.spec_augment_time or self.vtlp):
             raise UsageError(
-                "masks and warps do not fit adapted features, which are no mels",
+                "[network] adapted cannot be combined with spec_augment_freq, spec_augment_time or vtlp",
                 where="network.adapted",
-                hint="set spec_augment_freq, spec_augment_time and warp to 0, or adapted = false",
+                hint="set spec_augment_freq, spec_augment_time and vtlp to 0, or adapted = false",
             )
 
-    def of_the_task(self) -> dict[str, Any]:
-        """What the task is told: all that is not left to the model, and how to feed it only where it is packed."""
-        told = {k: v for k, v in asdict(self).items() if v is not None and k not in ("adapted", "packed", "speed", "noise")}
-        return {**told, "speed": self.speed, "noise": self.noise} if self.packed else told
+    def task_kwargs(self) -> dict[str, Any]:
+        """Return the options of the training task: the keys that are set, and speed and noise only if packed."""
+        values = {k: v for k, v in asdict(self).items() if v is not None and k not in ("adapted", "packed", "speed", "noise")}
+        return {**values, "speed": self.speed, "noise": self.noise} if self.packed else values
 
 
 @dataclass(frozen=True)
 class KaldiInputs:
-    """What a user of Kaldi has already; paths are relative to the recipe. Features may be pasted: "a.scp+b.scp"."""
+    """Features and alignments from Kaldi; paths are relative to the recipe. Features may be pasted: "a.scp+b.scp"."""
 
-    num_pdfs: int  # tied states: outputs of the network
-    train_features: str  # scp files, pasted with +; [cmvn,deltas] behind a name
-    train_alignments: str  # a folder with ali.*.gz, or a file
-    dev_features: str
-    dev_alignments: str
-    transitions: str = ""
-    """A text final.mdl, where the alignments or the graph hold transition-ids."""
-    alignment_labels: str = "transitions"
-    """What the alignments hold: transitions (ali.*.gz of Kaldi) or pdfs (what ali-to-pdf wrote)."""
-    dev_text: str = ""
-    test_features: str = ""
-    test_text: str = ""
-    test_utt2spk: str = ""
-    graph: str = ""
-    """A folder with HCLG.fst and words.txt."""
-    graph_labels: str = "transitions"
-    """What the graph's input labels are: transitions (Kaldi's own) or pdfs (pdf + 1)."""
+    num_pdfs: int = setting(minimum=1, help="Tied states: outputs of the network.")
+    train_features: str = setting(help="scp files, pasted with +; append [cmvn,deltas] to a name to process it.")
+    train_alignments: str = setting(help="Folder with ali.*.gz, or a file.")
+    dev_features: str = setting(help="Features of the development set.")
+    dev_alignments: str = setting(help="Alignments of the development set.")
+    transitions: str = setting("", help="Text form of final.mdl, if alignments or graph hold transition ids.")
+    alignment_labels: str = setting(
+        "transitions", choices=LABELS, help="Labels of the alignments: transitions (ali.*.gz) or pdfs (of ali-to-pdf)."
+    )
+    dev_text: str = setting("", help="Transcripts of the development set, to choose the acoustic scale.")
+    test_features: str = setting("", help="Features of the test set.")
+    test_text: str = setting("", help="Transcripts of the test set.")
+    test_utt2spk: str = setting("", help="Speakers of the test set, for confidence intervals.")
+    graph: str = setting("", help="Folder with HCLG.fst and words.txt.")
+    graph_labels: str = setting(
+        "transitions", choices=LABELS, help="Input labels of the graph: transitions (Kaldi's) or pdfs (pdf + 1)."
+    )
 
     def __post_init__(self) -> None:
         for name, used in (("alignment_labels", True), ("graph_labels", bool(self.graph))):
             labels = getattr(self, name)
             if labels not in LABELS:
-                raise UsageError(f"{name} cannot be '{labels}'", where="kaldi", hint=did_you_mean(str(labels), LABELS))
+                raise UsageError(
+                    f"[kaldi] {name} must be one of: {', '.join(LABELS)} (got '{labels}')",
+                    where="kaldi",
+                    hint=did_you_mean(str(labels), LABELS),
+                )
             if used and labels == "transitions" and not self.transitions:
                 raise UsageError(
-                    f"{name} is transitions, but no model says which pdf each of them has",
+                    f'[kaldi] {name} = "transitions" needs the transition model',
                     where="kaldi.transitions",
-                    hint=f'name the text form of final.mdl, or set {name} = "pdfs"',
+                    hint=f'set transitions to the text form of final.mdl, or set {name} = "pdfs"',
                 )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All of it."""
+    """All settings of a recipe."""
 
-    folder: Path
-    title: str = ""
-    seed: int = 0  # of the split into train and dev, the first weights, the order of samples
-    sources: tuple[SourceConfig, ...] = ()
-    dev_share: float = 0.1
-    """Of the training speakers, where a corpus has no development set."""
-    speed_perturb: tuple[float, ...] = ()
-    """Train on copies played at these speeds, too, such as 0.9 and 1.1: for small corpora."""
-    systems: tuple[str, ...] = ("mono", "tri", "lstm")
-    """Which are decoded and scored; "sat", behind "tri", is the tied-state GMM in features adapted to each speaker."""
-    features: FeatureConfig = field(default_factory=FeatureConfig)
-    mono: MonoOptions = field(default_factory=MonoOptions)
-    tri: TriOptions = field(default_factory=TriOptions)
-    sat: SatOptions = field(default_factory=SatOptions)
-    language: LanguageConfig = field(default_factory=LanguageConfig)
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    train: dict[str, Any] = field(default_factory=dict)
-    """Settings of the engine, as `roundelay train` takes them."""
-    realign_passes: int = 0
-    """How often the trained network aligns the training set anew and is trained again from that."""
-    decode: DecodeOptions = field(default_factory=DecodeOptions)
-    scales: tuple[float, ...] = SCALES
-    """Acoustic scales tried on the development set."""
-    dev_utterances: int = 200
-    """For that choice."""
-    kaldi: KaldiInputs | None = None
-    """Instead of sources: features and alignments made elsewhere."""
+    title: str = setting("", help="Title in lists and reports.")
+    seed: int = setting(0, minimum=0, help="Seed of the train/dev split, the initial weights and the order of samples.")
+    sources: tuple[SourceConfig, ...] = setting((), key="source", help="Corpora.")
+    dev_share: float = setting(
+        0.1, above=0, maximum=1, help="Share of the training speakers for the development set of a corpus without one."
+    )
+    speed_perturb: tuple[float, ...] = setting((), help="Also train on copies at these speeds, such as 0.9 and 1.1.")
+    systems: tuple[str, ...] = setting(
+        ("mono", "tri", "lstm"), help='Systems to decode and score; "sat", after "tri", is a GMM in speaker-adapted features.'
+    )
+    features: FeatureConfig = setting(factory=FeatureConfig, help="Features.")
+    mono: MonoOptions = setting(factory=MonoOptions, help="Monophone GMM-HMM.")
+    tri: TriOptions = setting(factory=TriOptions, help="Triphone GMM-HMM.")
+    sat: SatOptions = setting(factory=SatOptions, help="Speaker-adaptive training.")
+    language: LanguageConfig = setting(factory=LanguageConfig, help="Lexicon and language model.")
+    network: NetworkConfig = setting(factory=NetworkConfig, help="Acoustic model.")
+    train: dict[str, Any] = setting(
+        factory=dict, schema=TrainConfig, reserved=DERIVED_KEYS, help="Settings of roundelay train."
+    )
+    realign_passes: int = setting(
+        0, minimum=0, help="Times that the trained network realigns the training set and is trained again."
+    )
+    decode: DecodeOptions = setting(factory=DecodeOptions, help="Decoder.")
+    scales: tuple[float, ...] = setting(SCALES, help="Acoustic scales to try on the development set.")
+    dev_utterances: int = setting(200, minimum=1, help="Development utterances that the acoustic scale is chosen on.")
+    kaldi: KaldiInputs | None = setting(None, help="Features and alignments from Kaldi, in place of [[source]].")
+    folder: Path = field(default=Path(), metadata={"hidden": True})
+    """Folder of the recipe; not a key of the file."""
 
     def __post_init__(self) -> None:
+        if not self.sources and self.kaldi is None:
+            raise UsageError(
+                "the recipe has no corpus", where="source", hint='add [[source]] with kind = "synth" or another, or [kaldi]'
+            )
         if self.network.adapted and "sat" not in self.systems:
             raise UsageError(
-                "the network wants features adapted to speakers, and nothing adapts them",
-                where="network.adapted",
-                hint='add "sat" to systems, behind "tri"',
+                '[network] adapted needs "sat" in systems', where="network.adapted", hint='add "sat" to systems, after "tri"'
             )
         if "sat" in self.systems and "tri" not in self.systems[: self.systems.index("sat")]:
-            raise UsageError("sat adapts to what tri has recognised", where="systems", hint='put "tri" before "sat"')
-        named = self.network.init_from
-        if named and self.starts_after is None and not Path(named).is_dir():
+            raise UsageError('systems must list "tri" before "sat"', where="systems", hint='put "tri" before "sat"')
+        init_from = self.network.init_from
+        if init_from and self.pretraining_recipe is None and not Path(init_from).is_dir():
             raise UsageError(
-                f"there is no recipe, run or model '{named}' to start from",
+                f"[network] init_from must be a recipe, a run or a model folder (got '{init_from}')",
                 where="network.init_from",
-                hint="name a recipe as seen from this one's folder; or as seen from here the run of a recipe, or a folder with "
-                "model.json and model.safetensors",
+                hint="give a recipe relative to this one's folder, or the path of a recipe's run or of a folder with model.json and "
+                "model.safetensors",
             )
-        if self.starts_after is not None and "init_from" in read_tree(self.starts_after / FILE).get("network", {}):
+        before = self.pretraining_recipe
+        if before is not None and "init_from" in config.read_toml(before / FILE)[0].get("network", {}):
             raise UsageError(
-                f"the network of '{self.starts_after.name}' begins from another one itself",
+                f"the network of recipe '{before.name}' sets init_from itself",
                 where="network.init_from",
-                hint="name a recipe whose network begins from nothing",
+                hint="give a recipe whose network starts from random weights",
             )
 
     @property
-    def starts_after(self) -> Path | None:
-        """The recipe whose network this one's begins from."""
-        named = self.network.init_from
-        beside = (self.folder / named).resolve()
-        return beside if named and (beside / FILE).is_file() else None
+    def pretraining_recipe(self) -> Path | None:
+        """The folder of the recipe that `init_from` names, or None if it names a run or a model."""
+        folder = (self.folder / self.network.init_from).resolve()
+        return folder if self.network.init_from and (folder / FILE).is_file() else None
 
     def part(self, name: str) -> Any:
-        """A section, or `section.key`, as plain data, for fingerprints."""
-        table, _, key = name.partition(".")
-        value = getattr(self, table)
+        """Return a section, or `section.key`, as plain data for fingerprints."""
+        section, _, key = name.partition(".")
+        value = getattr(self, section)
         if key:
             value = getattr(value, key)
         return [plain(v) for v in value] if isinstance(value, tuple) else plain(value)
 
 
 def plain(value: Any) -> Any:
+    """Return a dataclass as a dict without the keys in LIMITS; other values unchanged."""
     if not is_dataclass(value) or isinstance(value, type):
         return value
     return {key: inner for key, inner in asdict(value).items() if key not in LIMITS}
 
 
-SECTIONS: dict[str, Any] = {
-    "features": FeatureConfig, "mono": MonoOptions, "tri": TriOptions, "sat": SatOptions, "language": LanguageConfig, "network": NetworkConfig,
-    "decode": DecodeOptions, "kaldi": KaldiInputs,
-}  # fmt: skip
+def settings_hash(*settings: Any) -> str:
+    """Return an 8-hex-digit hash of settings, for directory names of cached results."""
+    text = json.dumps([plain(part) for part in settings], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def settings_hash(*told: Any) -> str:
-    """Eight digits that differ where settings do: a benchmark names its folders by them, and takes up only its own work."""
-    said = json.dumps([plain(part) for part in told], sort_keys=True, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()[:8]
+def find(recipe: str | Path) -> Path:
+    """Return the file of a recipe: the path of a folder or file, or else the name of a recipe in the package."""
+    path = Path(recipe)
+    for candidate in (path / FILE, path, FOLDER / path / FILE if str(recipe) in names() else path):
+        if candidate.is_file():
+            return candidate
+    raise UsageError(
+        f"unknown recipe '{recipe}'",
+        where="RECIPE",
+        hint=f"{did_you_mean(path.name, names())} or give a folder with a {FILE} (roundelay list recipes)",
+    )
 
 
-def load(where: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """A recipe from its folder (or its file)."""
-    path = Path(where)
-    path = path / FILE if path.is_dir() else path
-    if not path.is_file():
-        raise UsageError(
-            f"there is no recipe at {where}", where="RECIPE", hint="name a folder with a recipe.toml, such as recipes/spoken"
-        )
-    tree = read_tree(path)
-    for item in overrides:
-        override(tree, item)
-    return build(tree, path)
+def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig[Recipe]:
+    """Return the settings of a recipe, by path or name, and their origins."""
+    path = find(recipe)
+    tree, origins = config.read_toml(path)
+    if "folder" in tree:
+        raise UsageError("unknown key 'folder'", where=str(path), hint="remove it")
+    config.apply(tree, origins, overrides, Recipe)
+    folder = path.resolve().parent
+    return ResolvedConfig(config.build(Recipe, {**tree, "folder": folder}, str(path), origins), origins, folder)
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"the recipe is not valid TOML: {error}", where=str(path), hint="mend that line") from error
-
-
-def set_apart(items: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Those `key=value` that the command itself takes, and the recipe's."""
-    own = {key: value for key, _, value in (item.partition("=") for item in items) if key in names}
-    config.check(own, "command line")
-    return own, [item for item in items if item.partition("=")[0] not in names]
-
-
-def override(tree: dict[str, Any], item: str) -> None:
-    """Puts `section.key=value` into the tree."""
-    key, equals, text = item.partition("=")
-    if not equals:
-        raise UsageError(f"'{item}' is not key=value", where="command line", hint="write for example train.learners=4")
-    try:
-        value = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *tables, last = key.split(".")
-    here = tree
-    for number, name in enumerate(tables):
-        if name == "source":  # source.root=… speaks to the first one
-            here = here.setdefault("source", [{}])[0]
-            continue
-        here = here.setdefault(name, {})
-        if not isinstance(here, dict):
-            raise UsageError(f"'{'.'.join(tables[: number + 1])}' is not a table", where=item, hint="see the recipe's file")
-    here[last] = value
-
-
-def build(tree: dict[str, Any], path: Path) -> Recipe:
-    known = {f.name for f in fields(Recipe)} - {"folder", "sources"} | {"source"}
-    for key in tree:
-        if key not in known:
-            raise UsageError(f"a recipe has no '{key}'", where=str(path), hint=did_you_mean(key, known))
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key == "source":
-            values["sources"] = tuple(section(SourceConfig, one, f"{path}, source") for one in value)
-        elif key in SECTIONS:
-            values[key] = section(SECTIONS[key], value, f"{path}, {key}")
-        else:
-            values[key] = tuple(value) if isinstance(value, list) else value
-    if "train" in values:
-        check_train(values["train"], f"{path}, train")
-    if not values.get("sources") and "kaldi" not in values:
-        raise UsageError(
-            "the recipe names no corpus", where=str(path), hint='add [[source]] with kind = "synth" or another, or [kaldi]'
-        )
-    return Recipe(folder=path.resolve().parent, **values)
-
-
-def check_train(value: Any, where: str) -> None:
-    """What the engine would refuse is refused now, not after the alignments are made."""
-    table(value, where)
-    config.check(value, where)
-    for key in TOLD_BY_THE_RECIPE:
-        if key in value:
-            raise UsageError(f"'{key}' is what the recipe itself tells the engine", where=where, hint="remove it")
-
-
-def table(value: Any, where: str) -> None:
-    if not isinstance(value, dict):
-        raise UsageError("this must be a table", where=where, hint="write [name] and key = value below it")
-
-
-def section(kind: Any, value: Any, where: str) -> Any:
-    table(value, where)
-    known = {f.name for f in fields(kind)}
-    for key in value:
-        if key not in known:
-            raise UsageError(f"there is no '{key}' here", where=where, hint=did_you_mean(key, known))
-    try:
-        return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in value.items()})
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error), where=where, hint="see the comments in the recipe's file") from error
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the settings of a recipe, by path or name."""
+    return resolve(recipe, overrides).settings

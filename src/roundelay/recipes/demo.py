@@ -12,12 +12,14 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roundelay import config
 from roundelay.core import interrupts
+from roundelay.core.settings import setting
 from roundelay.errors import UsageError
 from roundelay.log.progress import say
 from roundelay.metrics.events import read_events
@@ -35,10 +37,18 @@ SAMPLE = "sample.wav"
 TEST = "test"
 
 
+@dataclass(frozen=True)
+class DemoOptions:
+    """Settings of the command that are not the recipe's."""
+
+    progress: str = setting("auto", choices=("auto", "rich", "plain", "none"), help="Progress display on the terminal.")
+
+
 def run(args: argparse.Namespace) -> int:
-    own, of_recipe = recipe_config.set_apart(args.overrides, ("progress",))
-    recipe = recipe_config.load(RECIPE, of_recipe)
-    work = PipelineContext(recipe, Path(args.out), args.jobs, say, own.get("progress", "auto"))
+    own, overrides = config.split_items(args.overrides, DemoOptions)
+    options = config.load(None, own, DemoOptions).settings
+    recipe = recipe_config.load(RECIPE, overrides)
+    work = PipelineContext(recipe, Path(args.out), args.jobs, say, options.progress)
     check(recipe)
     command = ["roundelay", "demo", *(["--out", args.out] if args.out != "demo" else []), *args.overrides]
     make_folders(work.run, command)
@@ -201,7 +211,7 @@ def introduce(work: PipelineContext) -> None:
 def conclude(work: PipelineContext, result: dict[str, Any]) -> None:
     fast, slow = (row["seconds"] for row in result["rows"])
     run = work.run
-    slowed = work.recipe.train.get("slow", "")
+    slowed = work.recipe.train.get("straggler", "")
     say("")
     listen(work)
     say(
@@ -211,8 +221,8 @@ def conclude(work: PipelineContext, result: dict[str, Any]) -> None:
         f"The curves, who waited for whom, and the worst confusions: {run / 'report.html'}\n"
         "Try next:\n"
         f"  roundelay decode {run / 'adpsgd'} --data {run / 'data' / TEST} --json\n"
-        f"  roundelay demo --out demo-even {shlex.quote('train.slow=')}\n"
-        "  roundelay run recipes/spoken\n"
+        f"  roundelay demo --out demo-even {shlex.quote('train.straggler=')}\n"
+        "  roundelay run spoken\n"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -115,15 +114,6 @@ def report(runs: list[Path], out: Path | None = None) -> tuple[Path, list[RunVie
     for run, name in zip(read, names_of(runs), strict=True):
         run.name, run.words = name, extra.get(run.path, run.words)
     return where, read
-
-
-def run_report(args: argparse.Namespace) -> int:
-    where, read = report([Path(run) for run in args.runs], Path(args.out) if args.out else None)
-    if args.json:
-        print(json.dumps({"report": str(where), "runs": [metrics(run) for run in read]}, indent=1))
-    else:
-        print(where)
-    return 0
 
 
 def metrics(run: RunView) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from roundelay.recipes.speaker_adaptation import adapt_supervised, adapt_unsuper
 from roundelay.recipes.stages import TASK_FILE
 from roundelay.recipes.systems import System, chosen_scale, graph_of, open_system
 from roundelay.speech.corpora.data_dir import Corpus, read_data_dir
-from roundelay.speech.decode import DecodeOptions, decode_all
+from roundelay.speech.decode import DecodeOptions, Decoder, Hypothesis, decode_all
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore, Stream, from_spec
 from roundelay.speech.graph.hclg import load_graph
@@ -84,9 +84,7 @@ class Recognizer:
     @classmethod
     def open(cls, run: Path, system: str, *, graph: Path | None = None, scale: float = 0.0, beam: float = 0.0) -> Recognizer:
         if not run.is_dir():
-            raise DataError(
-                "there is no such run directory", where=str(run), hint="train one with: roundelay run recipes/spoken"
-            )
+            raise DataError("there is no such run directory", where=str(run), hint="train one with: roundelay run spoken")
         options = DecodeOptions(acoustic_scale=scale or chosen_scale(run, system))
         chosen = replace(options, beam=beam) if beam else options
         return cls(run, system, open_system(run, system), graph or run / graph_of(system), chosen)
@@ -112,6 +110,15 @@ class Recognizer:
             return hyps, None
         refs = {u.id: u.words for u in corpus.utterances}
         return hyps, score(refs, hyps, {u.id: u.speaker for u in corpus.utterances})
+
+    def nbest(self, data: Path, count: int, *, jobs: int = 1, allow_pipes: bool = False) -> dict[str, list[Hypothesis]]:
+        """Return at most `count` sentences per utterance, the best first."""
+        corpus = read_data_dir(data, need_text=False, allow_pipes=allow_pipes)
+        decoder = Decoder(self.graph, self.options)
+        with tempfile.TemporaryDirectory() as folder:
+            plain = features_of(self.run, corpus, Path(folder) / "features", jobs)
+            store = stream_for(self.run, self.name, plain, lambda: adapt_unsupervised(self.run, plain, jobs=jobs))
+            return {name: decoder.nbest(self.system.scores(store, name), count, name) for name in store.ids}
 
 
 def export_run(run: Path, out: Path, *, onnx: bool, posteriors: str, jobs: int) -> list[str]:

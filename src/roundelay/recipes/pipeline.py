@@ -69,7 +69,7 @@ TRAINED_ON = (
     "alignment_labels",
 )
 GIVEN_STAGES = (
-    PipelineStage("states", kaldi_pipeline.states, tuple(f"given.{key}" for key in TRAINED_ON)),
+    PipelineStage("states", kaldi_pipeline.states, tuple(f"kaldi.{key}" for key in TRAINED_ON)),
     PipelineStage("network", with_pretraining(kaldi_pipeline.network), ("network", "train", "seed")),
     PipelineStage("decode", kaldi_pipeline.decode, ("kaldi", "decode", "scales", "dev_utterances")),
     PipelineStage("score", kaldi_pipeline.score_all, ()),
@@ -82,10 +82,18 @@ def stages_of(recipe: Recipe) -> Sequence[PipelineStage]:
 
 def run_recipe(work: PipelineContext, until: str = "") -> dict[str, Any]:
     """All stages (or those up to `until`); returns what result.json holds, so far as it is there."""
-    stages.pretraining_run(work)  # a place that will not do is said before hours of work, not after them
+    check_stage(work.recipe, until)
+    stages.pretraining_run(work)  # validate the run directory now, not after hours of work
     run_stages(work, stages_of(work.recipe), until)
     result = work.run / "result.json"
     return json.loads(result.read_text()) if result.exists() and not until else {}
+
+
+def check_stage(recipe: Recipe, name: str) -> None:
+    """Raise a UsageError unless `name` is empty or a stage of the recipe."""
+    names = [stage.name for stage in stages_of(recipe)]
+    if name and name not in names:
+        raise UsageError(f"unknown stage '{name}'", where="--until", hint=did_you_mean(name, names))
 
 
 def run_stages(work: PipelineContext, road: Sequence[PipelineStage], until: str = "") -> None:
@@ -138,9 +146,9 @@ def fingerprint(recipe: Recipe, stage: PipelineStage, before: str) -> str:
 
 def pretrained_fingerprint(recipe: Recipe) -> str:
     """What the network begins from, as a fingerprint: all that decides another recipe's network, or the weights themselves."""
-    if recipe.starts_after is None:
+    if recipe.pretraining_recipe is None:
         return stages.weights_hash(model_folder(Path(recipe.network.init_from)))
-    before = load(recipe.starts_after)
+    before = load(recipe.pretraining_recipe)
     return next(its_print for stage, its_print in planned(before, stages_of(before)) if stage.name == "network")
 
 

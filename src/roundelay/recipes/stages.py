@@ -28,7 +28,7 @@ from roundelay.core import interrupts
 from roundelay.errors import DataError, Interrupted, RoundelayError, UsageError
 from roundelay.metrics.events import read_events
 from roundelay.metrics.tensorboard import FOLDER, ScalarWriter
-from roundelay.recipes.config import FILE, Recipe, SourceConfig, load, section
+from roundelay.recipes.config import FILE, Recipe, SourceConfig, load
 from roundelay.recipes.pack import archive_for
 from roundelay.recipes.speaker_adaptation import (
     ADAPTED,
@@ -90,7 +90,7 @@ def aligned_run(named: str) -> Path:
     run = Path(named)
     if not (run / "alignments").is_dir():
         what = "there is no such run directory" if not run.is_dir() else "this run has no alignments yet"
-        raise UsageError(what, where=named, hint="make it first: roundelay run recipes/spoken, and name the folder it wrote")
+        raise UsageError(what, where=named, hint="make it first: roundelay run spoken, and name the folder it wrote")
     return run
 
 
@@ -139,14 +139,21 @@ def read_source(work: PipelineContext, source: SourceConfig) -> dict[str, list[U
         from roundelay.speech.synth.corpus import SynthOptions, synthesize
 
         root = corpus_folder(work).resolve()
-        options = section(SynthOptions, source.options, f"{work.recipe.folder.name}, source.options")
+        options = config.build(SynthOptions, source.options, f"recipe {work.recipe.folder.name}", section="source.options")
         if not synth_corpus_is_current(root, asdict(options)):
             synthesize(root, options, jobs=work.jobs, progress=work.progress)
         return {part: read_data_dir(root / part).utterances for part in ("train", "dev", "test")}
     if root is None or not root.is_absolute():
-        beside = [Path(os.environ.get("ROUNDELAY_DATA", "../shared/data")), work.recipe.folder]
-        named = root or Path(source.kind)
-        root = next((folder / named for folder in beside if (folder / named).is_dir()), beside[0] / named)
+        data, named = os.environ.get("ROUNDELAY_DATA"), root or Path(source.kind)
+        folders = [Path(data)] * bool(data) + [work.recipe.folder]
+        existing = next((folder / named for folder in folders if (folder / named).is_dir()), None)
+        if existing is None:
+            raise UsageError(
+                f"corpus folder '{named}' does not exist in $ROUNDELAY_DATA or next to the recipe",
+                where="source.root",
+                hint="set ROUNDELAY_DATA to the folder that contains the corpus, or source.root to the corpus itself",
+            )
+        root = existing
     return readers.read(source.kind, root.resolve())
 
 
@@ -350,7 +357,7 @@ def origin_of_alignments(work: PipelineContext) -> str:
 
 def pretraining_run(work: PipelineContext) -> PipelineContext | None:
     """The recipe whose network this one's begins from; its run stands beside this one's."""
-    folder = work.recipe.starts_after
+    folder = work.recipe.pretraining_recipe
     if folder is None:
         return None
     run = work.run.resolve().parent / folder.name
@@ -395,7 +402,7 @@ def task_file(
         "valid_features": of["dev"],
         "valid_alignments": str(alignments.resolve() / "dev"),
         "seed": seed,
-        **work.recipe.network.of_the_task(),
+        **work.recipe.network.task_kwargs(),
     }
     begun = pretrained_model(work)
     if begun is not None:
@@ -403,7 +410,7 @@ def task_file(
     wanted = {"task": "roundelay.speech.nnet.frame_task:FrameTask", "seed": seed, **settings}
     if work.recipe.network.packed:
         options["archive"] = str(archive_for(options, alignments, jobs=work.jobs, progress=work.progress, say=work.say))
-        wanted = {"loaders": 2, **wanted, "task": "roundelay.recipes.packed_task:PackedTask"}
+        wanted = {"num_workers": 2, **wanted, "task": "roundelay.recipes.packed_task:PackedTask"}
     made = config.TrainConfig(**wanted, task_options=options)
     return config.dumps(made)
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from roundelay.core import kernels
 from roundelay.core.contracts import Communicator, Task
 from roundelay.core.flat import Flat
-from roundelay.engine.config import EngineConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.engine.learner import build_strategy, innermost
-from roundelay.engine.trainer import RunConfig, make_optimizer
+from roundelay.engine.optimizer import make_optimizer
 from roundelay.errors import DataError, UsageError
 from roundelay.optim.adapter import OptimizerAdapter
 from roundelay.optim.lr_schedule import lr_schedule
@@ -48,8 +48,8 @@ def check_settings(record: RunLog, settings: dict[str, Any], where: str) -> None
 class Replay:
     """A recorded run, ready to be done again."""
 
-    def __init__(self, task: Task, options: EngineConfig, plan: RunConfig, record: RunLog) -> None:
-        self.task, self.options, self.plan, self.record = task, options, plan, record
+    def __init__(self, task: Task, config: TrainConfig, record: RunLog) -> None:
+        self.task, self.config, self.record = task, config, record
         card = record.card
         if card["device"] != "cpu":
             raise UsageError("only runs on the CPU can be replayed", where=f"device {card['device']}", hint="record on cpu")
@@ -97,11 +97,11 @@ class Replay:
         self, rank: int, comm: ReplayCommunicator, node: ReplayCommunicator | None, watch: Callable[[int, Worker], None] | None
     ) -> Callable[[], None]:
         """One learner from its first weights to what it brings to the closing average, as train.learner has it."""
-        options, plan, card, task = self.options, self.plan, self.record.card, self.task
-        strategy = build_strategy(options)
-        torch.manual_seed(options.seed)
+        config, card, task = self.config, self.record.card, self.task
+        strategy = build_strategy(config)
+        torch.manual_seed(config.seed)
         module = task.build()
-        torch.manual_seed(options.seed * 1_000_003 + rank)
+        torch.manual_seed(config.seed * 1_000_003 + rank)
         random = [torch.get_rng_state()]
         flat = Flat(module)
         if flat.phi.numel() != card["parameters"]:
@@ -113,10 +113,10 @@ class Replay:
         if self._first is None:
             self._first = flat.phi.clone()
         flat.phi.copy_(self._first)
-        optimizer = OptimizerAdapter(flat, make_optimizer(plan, module), options.max_grad_norm)
-        if options.schedule != "constant" or options.warmup_epochs > 0:
+        optimizer = OptimizerAdapter(flat, make_optimizer(config, module), config.max_grad_norm)
+        if config.schedule != "constant" or config.warmup_epochs > 0:
             optimizer.factor = lr_schedule(
-                options.schedule, card["samples"], card["total"], options.warmup_epochs, options.anneal_after_epochs
+                config.schedule, card["samples"], card["total"], config.warmup_epochs, config.anneal_after_epochs
             )
 
         def compute(piece: StepRecord) -> Callable[[], float]:
@@ -134,12 +134,12 @@ class Replay:
                 cast(Communicator, comm),
                 flat,
                 optimizer,
-                SeededTopologies(options.seed),
+                SeededTopologies(config.seed),
                 lambda: 0.0,
                 shares_weights=strategy.traits.shares_weights and rank in card["leaders"],
-                deterministic_reduce=options.deterministic_reduce,
+                deterministic_reduce=config.deterministic_reduce,
                 weight_gradients=strategy.traits.sample_weighting == "gradient",
-                steps_per_exchange=options.steps_per_exchange,
+                steps_per_exchange=config.steps_per_exchange,
                 node=cast(Communicator, node) if node is not None else None,
             )
             strategy.start(worker)
@@ -203,11 +203,11 @@ def _saved_model(run: Path, names: list[str]) -> Tensor:
 
 
 def replay(
-    run: Path, task: Task, options: EngineConfig, plan: RunConfig, settings: dict[str, Any], done: Callable[[int, int], None]
+    run: Path, task: Task, config: TrainConfig, settings: dict[str, Any], done: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Reads the record of a run, does it again and compares; `done(events, of)` hears how far it is."""
     record = read_run_log(run)
     check_settings(record, settings, str(run / "config.toml"))
-    again = Replay(task, options, plan, record)
+    again = Replay(task, config, record)
     again.play(done=lambda events: done(events, record.events))
     return again.compare(run)

@@ -1,18 +1,19 @@
-"""The cluster: what its machines, learners and links can do. A TOML file, or a preset.
+"""Description of a simulated cluster: machines, learners and links, from a TOML file or a preset.
 
-Units stand in the names: s seconds, us microseconds, gbit gigabits (10^9), gb gigabytes (10^9 bytes). What is left out costs
-nothing and has no limit.
+Units are part of the names: s seconds, us microseconds, gbit gigabits (10^9), gb gigabytes (10^9 bytes). A missing cost is
+zero and a missing limit is infinite.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
+from roundelay import config
+from roundelay.core.settings import setting
 from roundelay.errors import UsageError, did_you_mean
 
 FOREVER = math.inf
@@ -21,111 +22,127 @@ PRESET_FOLDER = Path(__file__).with_name("clusters")
 
 @dataclass(frozen=True)
 class MachineGroup:
-    """So many equal machines."""
+    """N equal machines."""
 
-    count: int = 1
-    learners: int = 1  # on each of them
-    memory_gb: float = FOREVER  # of each machine, shared by its learners
-    speed: float = 1.0  # 0.5: everything computes half as fast as [learner] says
+    count: int = setting(1, minimum=1, help="Number of machines.")
+    learners: int = setting(1, minimum=1, help="Learners on each machine.")
+    memory_gb: float = setting(FOREVER, above=0, infinite=True, help="Memory of each machine, shared by its learners.")
+    speed: float = setting(1.0, above=0, infinite=True, help="Speed relative to [learner]; 0.5 computes half as fast.")
 
 
 @dataclass(frozen=True)
 class SpeedModel:
-    """How a learner's compute time scatters from step to step, around the same mean."""
+    """Variation of a learner's compute time from step to step, around the same mean."""
 
-    kind: str = "constant"  # constant; jitter: log-normal; heavy_tail: Pareto, now and then a very long step
-    spread: float = 0.05  # jitter: standard deviation of the logarithm; heavy_tail: mean excess over the usual time
-    tail: float = 2.5  # heavy_tail: the Pareto index, above 1; the smaller, the longer the worst steps
+    kind: str = setting(
+        "constant",
+        choices=("constant", "gaussian", "heavy_tail"),
+        help="constant, gaussian (log-normal factor), or heavy_tail (Pareto: a few very long steps).",
+    )
+    spread: float = setting(
+        0.05, minimum=0, help="gaussian: standard deviation of the logarithm. heavy_tail: mean excess over the usual time."
+    )
+    tail: float = setting(2.5, help="heavy_tail: Pareto index, above 1; smaller values make the longest steps longer.")
 
 
 @dataclass(frozen=True)
 class ComputeModel:
-    """One learner."""
+    """Compute time and memory of one learner."""
 
-    seconds_per_sample: float = 0.0  # forward and backward
-    seconds_per_step: float = 0.0  # what a step costs beside its samples: kernel launches, the optimizer
-    backward_share: float = 0.667  # of the compute time; gradients leave during it
-    memory_gb: float = FOREVER  # of the learner's device
-    jitter: SpeedModel = SpeedModel()
+    seconds_per_sample: float = setting(0.0, minimum=0, help="Seconds of forward and backward per sample.")
+    seconds_per_step: float = setting(0.0, minimum=0, help="Fixed seconds per step: kernel launches, the optimizer.")
+    backward_share: float = setting(0.667, minimum=0, maximum=1, help="Share of the compute time in which gradients are sent.")
+    memory_gb: float = setting(FOREVER, above=0, infinite=True, help="Memory of the learner's device.")
+    jitter: SpeedModel = setting(SpeedModel(), help="Variation of the compute time.")
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """A kind of connection."""
+    """One kind of network link."""
 
-    gbit_per_s: float = FOREVER
-    latency_us: float = 0.0
-    duplex: str = "full"  # full: both directions at once; half: one at a time
-    cpu_s_per_gb: float = 0.0  # seconds of its own core that a learner loses per GB it exchanges while it computes
-    shared: bool = True  # inside: one bus per machine, else a port per learner; between: one card per machine, else per learner
+    gbit_per_s: float = setting(FOREVER, above=0, infinite=True, help="Bandwidth.")
+    latency_us: float = setting(0.0, minimum=0, help="Latency.")
+    duplex: str = setting("full", choices=("full", "half"), help="full: both directions at once; half: one at a time.")
+    cpu_s_per_gb: float = setting(
+        0.0, minimum=0, help="CPU seconds that a learner loses per GB it exchanges while it computes."
+    )
+    shared: bool = setting(True, help="One link per machine, shared by its learners; false: one link per learner.")
 
 
 @dataclass(frozen=True)
 class LinkModels:
-    """Inside a machine, and between machines."""
+    """Links inside a machine and between machines."""
 
-    inside: LinkModel = LinkModel(shared=False)
-    between: LinkModel = LinkModel()
+    inside: LinkModel = setting(LinkModel(shared=False), help="Links between learners of one machine.")
+    between: LinkModel = setting(LinkModel(), help="Links between machines.")
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The host memory of a machine, through which published vectors go."""
+    """Host memory of a machine, which shared vectors pass through."""
 
-    gb_per_s: float = FOREVER  # all its learners and agents together
-    device_gb_per_s: float = FOREVER  # between a learner's device and host memory; published weights take it twice per step
-    exchange_gb_per_s: float = FOREVER  # one pair average in place, inside a machine; bytes of the two vectors
-    contention: float = 0.0  # share of a exchange's time that its learners lose: 1 where agents run on the learners' cores
+    gb_per_s: float = setting(FOREVER, above=0, infinite=True, help="Bandwidth of all learners and exchanges of a machine.")
+    device_gb_per_s: float = setting(
+        FOREVER, above=0, infinite=True, help="Bandwidth between device and host; shared weights are copied twice per step."
+    )
+    exchange_gb_per_s: float = setting(
+        FOREVER, above=0, infinite=True, help="Speed of one pair average inside a machine, in bytes of both vectors."
+    )
+    contention: float = setting(
+        0.0, minimum=0, help="Share of an exchange's time that its learners lose; 1 if exchanges run on the learners' cores."
+    )
 
 
 @dataclass(frozen=True)
 class LoaderModel:
-    """Where batches come from."""
+    """Data loading."""
 
-    samples_per_s: float = FOREVER  # per learner, in the background, one batch ahead
+    samples_per_s: float = setting(
+        FOREVER, above=0, infinite=True, help="Samples per second and learner, loaded in the background, one batch ahead."
+    )
 
 
 @dataclass(frozen=True)
 class StragglerModel:
-    """A learner or a machine that computes `factor` times as long from one time to another."""
+    """A learner or a machine that computes `factor` times as long during an interval."""
 
-    factor: float
-    learner: int = -1
-    machine: int = -1
-    from_s: float = 0.0
-    to_s: float = FOREVER
+    factor: float = setting(above=0, help="Factor on the compute time.")
+    learner: int = setting(-1, help="Rank of the learner, if not a machine.")
+    machine: int = setting(-1, help="Number of the machine, if not a learner.")
+    from_s: float = setting(0.0, minimum=0, help="Start of the interval in seconds.")
+    to_s: float = setting(FOREVER, help="End of the interval in seconds.")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A learner or a whole machine that dies."""
+    """A learner or a machine that fails."""
 
-    at_s: float
-    learner: int = -1
-    machine: int = -1
+    at_s: float = setting(minimum=0, help="Time of the failure in seconds.")
+    learner: int = setting(-1, help="Rank of the learner, if not a machine.")
+    machine: int = setting(-1, help="Number of the machine, if not a learner.")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A whole cluster."""
+    """Machines, learners, links and faults of a simulated cluster."""
 
-    name: str = "cluster"
-    about: str = ""
-    machines: tuple[MachineGroup, ...] = (MachineGroup(),)
-    learner: ComputeModel = ComputeModel()
-    link: LinkModels = LinkModels()
-    memory: MemoryModel = MemoryModel()
-    loader: LoaderModel = LoaderModel()
-    slow: tuple[StragglerModel, ...] = ()
-    failures: tuple[Failure, ...] = ()
-    sources: dict[str, str] = field(default_factory=dict)  # figure -> where it comes from and how sure it is
+    name: str = setting("cluster", help="Name of the cluster.")
+    about: str = setting("", help="One line for roundelay list clusters.")
+    machines: tuple[MachineGroup, ...] = setting((MachineGroup(),), help="Groups of equal machines.")
+    learner: ComputeModel = setting(ComputeModel(), help="Compute model of a learner.")
+    link: LinkModels = setting(LinkModels(), help="Network links.")
+    memory: MemoryModel = setting(MemoryModel(), help="Host memory.")
+    loader: LoaderModel = setting(LoaderModel(), help="Data loading.")
+    straggler: tuple[StragglerModel, ...] = setting((), help="Stragglers.")
+    failures: tuple[Failure, ...] = setting((), help="Failures.")
+    sources: dict[str, str] = setting(factory=dict, help="Where each number comes from and how certain it is.")
 
     @property
     def learners(self) -> int:
         return sum(m.count * m.learners for m in self.machines)
 
     def machine_names(self) -> list[str]:
-        """The machine of every learner, by rank."""
+        """Return the machine of each learner, by rank."""
         names: list[str] = []
         number = 0
         for kind in self.machines:
@@ -135,15 +152,15 @@ class Cluster:
         return names
 
     def speeds(self) -> list[float]:
-        """How fast every learner is beside [learner], by rank."""
+        """Return the speed of each learner relative to [learner], by rank."""
         return [kind.speed for kind in self.machines for _ in range(kind.count * kind.learners)]
 
     def first(self, learners: int) -> Cluster:
-        """The same cluster with only its first learners."""
+        """Return the cluster reduced to its first N learners."""
         if learners < 1 or learners > self.learners:
             raise UsageError(
-                f"{learners} learners on a cluster that has {self.learners}",
-                where=f"learners, cluster '{self.name}'",
+                f"learners must be 1 to {self.learners} on cluster '{self.name}' (got {learners})",
+                where="learners",
                 hint=f"give 1 to {self.learners}, or describe a larger cluster",
             )
         kept: list[MachineGroup] = []
@@ -157,161 +174,76 @@ class Cluster:
                 learners = 0
             if not learners:
                 break
-        made = replace(self, machines=tuple(kept))
-        size, names = made.learners, len(set(made.machine_names()))
+        smaller = replace(self, machines=tuple(kept))
+        size, names = smaller.learners, len(set(smaller.machine_names()))
         return replace(
-            made,
-            slow=tuple(s for s in self.slow if s.learner < size and s.machine < names),
+            smaller,
+            straggler=tuple(s for s in self.straggler if s.learner < size and s.machine < names),
             failures=tuple(f for f in self.failures if f.learner < size and f.machine < names),
         )
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------------
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def load(source: str | Path) -> Cluster:
-    """A cluster from a file, or a preset by name."""
-    text = str(source)
-    if text in presets():
-        return read(PRESET_FOLDER / f"{text}.toml")
-    if not text.endswith(".toml") and not Path(text).exists():
+    """Return the cluster of a TOML file, or a preset by name."""
+    name = str(source)
+    path = PRESET_FOLDER / f"{name}.toml" if name in presets() else Path(name)
+    if not name.endswith(".toml") and not path.exists():
         raise UsageError(
-            f"there is no cluster '{text}'",
+            f"unknown cluster '{name}'",
             where="CLUSTER",
-            hint=f"{did_you_mean(text, presets())} or give the path of a .toml file (roundelay list clusters)",
+            hint=f"{did_you_mean(name, presets())} or give the path of a .toml file (roundelay list clusters)",
         )
-    return read(Path(text))
+    tree, origins = config.read_toml(path)
+    return _checked({"name": path.stem, **tree}, str(path), origins)
 
 
 def presets() -> list[str]:
-    """Names of the clusters that come with the package."""
+    """Return the names of the clusters in the package."""
     return sorted(path.stem for path in PRESET_FOLDER.glob("*.toml"))
 
 
-def read(path: Path) -> Cluster:
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise UsageError(f"cannot read {path}: {why}", where="CLUSTER", hint="give the path of a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {error}", where=str(path), hint="see docs/simulate.md") from error
-    return from_tree({"name": path.stem, **tree}, str(path))
-
-
 def from_tree(tree: Mapping[str, Any], where: str = "cluster") -> Cluster:
-    """A cluster from plain values, checked."""
-    made: Cluster = _build(Cluster, tree, where, "")
-    check(made, where)
-    return made
+    """Return a cluster from nested dicts, with all checks of a file."""
+    return _checked(tree, where, {})
 
 
-def _build(cls: type[Any], tree: Any, where: str, at: str) -> Any:
-    if not isinstance(tree, Mapping):
-        raise UsageError(f"'{at}' is {tree!r}, not a table", where=where, hint=f"write [{at}] and its keys below")
-    hints = get_type_hints(cls)
-    known = {f.name: f for f in fields(cls)}
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{at}.{key}" if at else key
-        if key not in known:
-            raise UsageError(f"there is no key '{name}' in a cluster", where=where, hint=did_you_mean(key, known))
-        values[key] = _value(hints[key], value, where, name)
-    missing = [f.name for f in known.values() if f.name not in values and f.default is MISSING and f.default_factory is MISSING]
-    if missing:
-        raise UsageError(f"'{at}' lacks '{missing[0]}'", where=where, hint=f"add {missing[0]} = …")
-    return cls(**values)
-
-
-def _value(kind: Any, value: Any, where: str, name: str) -> Any:
-    if is_dataclass(kind):
-        return _build(kind, value, where, name)  # type: ignore[arg-type]
-    inner = get_args(kind)
-    if inner and is_dataclass(inner[0]):
-        if not isinstance(value, list):
-            raise UsageError(f"'{name}' is not a list of tables", where=where, hint=f"write [[{name}]] and its keys below")
-        return tuple(_build(inner[0], row, where, name) for row in value)  # type: ignore[arg-type]
-    if inner:
-        return dict(value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise UsageError(f"{name} = {value!r} is not of type {kind.__name__}", where=where, hint=f"give a {kind.__name__}")
-    return value
-
-
-# -- checking --------------------------------------------------------------------------------------------------------------
+def _checked(tree: Mapping[str, Any], where: str, origins: Mapping[str, str]) -> Cluster:
+    cluster = config.build(Cluster, tree, where, origins)
+    check(cluster, where)
+    return cluster
 
 
 def check(cluster: Cluster, where: str = "cluster") -> None:
-    """Refuses what cannot be."""
-
-    def refuse(what: str, do: str) -> None:
-        raise UsageError(what, where=f"{where}, cluster '{cluster.name}'", hint=do)
-
+    """Raise a UsageError if settings contradict each other. Single values are checked when they are loaded."""
     if not cluster.machines:
-        refuse("a cluster without machines", "add [[machines]] with count and learners")
-    for m in cluster.machines:
-        if m.count < 1 or m.learners < 1:
-            refuse(f"machines: count = {m.count}, learners = {m.learners}", "give at least 1 of each")
-    inside, between, memory, learner = cluster.link.inside, cluster.link.between, cluster.memory, cluster.learner
-    above = [
-        ("link.inside.gbit_per_s", inside.gbit_per_s),
-        ("link.between.gbit_per_s", between.gbit_per_s),
-        ("memory.gb_per_s", memory.gb_per_s),
-        ("memory.device_gb_per_s", memory.device_gb_per_s),
-        ("memory.exchange_gb_per_s", memory.exchange_gb_per_s),
-        ("loader.samples_per_s", cluster.loader.samples_per_s),
-        ("learner.memory_gb", learner.memory_gb),
-        *(("machines.memory_gb", m.memory_gb) for m in cluster.machines),
-        *(("machines.speed", m.speed) for m in cluster.machines),
-    ]
-    for name, value in above:
-        if not value > 0:
-            refuse(f"{name} = {value:g}: nothing would ever arrive", "give a number above 0, or leave it out for no limit")
-    not_below = [
-        ("learner.seconds_per_sample", learner.seconds_per_sample),
-        ("learner.seconds_per_step", learner.seconds_per_step),
-        ("learner.jitter.spread", learner.jitter.spread),
-        ("link.inside.latency_us", inside.latency_us),
-        ("link.between.latency_us", between.latency_us),
-        ("link.inside.cpu_s_per_gb", inside.cpu_s_per_gb),
-        ("link.between.cpu_s_per_gb", between.cpu_s_per_gb),
-        ("memory.contention", memory.contention),
-        *(("failures.at_s", f.at_s) for f in cluster.failures),
-        *(("slow.from_s", s.from_s) for s in cluster.slow),
-    ]
-    for name, value in not_below:
-        if not value >= 0 or math.isinf(value):
-            refuse(f"{name} = {value:g}: time does not run backwards", "give a finite number of at least 0")
-    if not 0 <= cluster.learner.backward_share <= 1:
-        refuse(f"learner.backward_share = {cluster.learner.backward_share:g}", "give a share between 0 and 1")
-    _choose(cluster.learner.jitter.kind, ("constant", "gaussian", "heavy_tail"), "learner.jitter.kind", where)
-    for link in (cluster.link.inside, cluster.link.between):
-        _choose(link.duplex, ("full", "half"), "link.duplex", where)
-    if cluster.learner.jitter.kind == "heavy_tail" and cluster.learner.jitter.tail <= 1:
-        refuse(f"learner.jitter.tail = {cluster.learner.jitter.tail:g} has no mean", "give a Pareto index above 1")
-    size, machines = cluster.learners, len(set(cluster.machine_names()))
-    for what, rows in (("slow", cluster.slow), ("failures", cluster.failures)):
+        raise UsageError("[[machines]] must not be empty", where=where, hint="add [[machines]] with count and learners")
+    jitter = cluster.learner.jitter
+    if jitter.kind == "heavy_tail" and jitter.tail <= 1:
+        raise UsageError(
+            f"[learner.jitter] tail must be > 1 (got {jitter.tail:g})",
+            where=where,
+            hint="give a Pareto index with a finite mean",
+        )
+    sizes = {"learner": cluster.learners, "machine": len(set(cluster.machine_names()))}
+    for section, rows in (("straggler", cluster.straggler), ("failures", cluster.failures)):
         for row in rows:
             if (row.learner < 0) == (row.machine < 0):
-                refuse(
-                    f"[[{what}]] names {'no' if row.learner < 0 else 'both a'} learner or machine",
-                    "give one: learner or machine",
+                raise UsageError(f"[[{section}]] must set either learner or machine", where=where, hint="set one of them")
+            kind = "learner" if row.learner >= 0 else "machine"
+            number = max(row.learner, row.machine)
+            if number >= sizes[kind]:
+                raise UsageError(
+                    f"[[{section}]] {kind} must be < {sizes[kind]} (got {number})",
+                    where=where,
+                    hint=f"give 0 to {sizes[kind] - 1}",
                 )
-            if row.learner >= size or row.machine >= machines:
-                refuse(
-                    f"[[{what}]] speaks of {'learner' if row.learner >= 0 else 'machine'} {max(row.learner, row.machine)}",
-                    f"there are learners 0 to {size - 1} and machines 0 to {machines - 1}",
-                )
-    for s in cluster.slow:
-        if s.factor <= 0 or s.to_s <= s.from_s:
-            refuse(
-                f"[[slow]] with factor {s.factor:g} from {s.from_s:g} to {s.to_s:g} s",
-                "give a factor above 0, to_s after from_s",
+    for straggler in cluster.straggler:
+        if straggler.to_s <= straggler.from_s:
+            raise UsageError(
+                f"[[straggler]] to_s must be > from_s (got {straggler.to_s:g} and {straggler.from_s:g})",
+                where=where,
+                hint="give an interval of positive length",
             )
-
-
-def _choose(value: str, known: tuple[str, ...], name: str, where: str) -> None:
-    if value not in known:
-        raise UsageError(f"{name} = '{value}'", where=where, hint=did_you_mean(value, known))

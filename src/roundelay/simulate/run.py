@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from roundelay.core.contracts import Task
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.learner import build_strategy
-from roundelay.engine.trainer import RunConfig, Trainer
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.learner import Learner, build_strategy
+from roundelay.engine.trainer import Trainer
 from roundelay.errors import UsageError
 from roundelay.launch.context import DistributedContext
 from roundelay.simulate.cluster import Cluster
@@ -114,7 +115,7 @@ def simulate_timing(
     for name, value in (("parameters", parameters), ("batch", batch), ("steps", steps)):
         if value < 1:
             raise UsageError(f"{name}={value}", where=name, hint="give at least 1")
-    options = EngineConfig(
+    config = TrainConfig(
         strategy=strategy,
         strategy_options=strategy_options or {},
         topology=topology,
@@ -123,32 +124,33 @@ def simulate_timing(
         log_every_s=(log_every_s or _seldom(cluster, batch, steps)) if run is not None else NEVER_S,
         timeout_s=NEVER_S,
         device="cpu",
-    )
-    traits = build_strategy(options).traits
-    check_fit(cluster, need(parameters, traits, learners=size), parameters)
-    task = TimingOnlyTask(steps * batch * size)
-    if traits.optimizer_state != "average":
-        momentum = 0.0  # nobody sends it, and its arithmetic is part of the modelled step
-    plan = RunConfig(
-        epochs=1.0,
         batch=batch,
-        lr=0.1,
-        momentum=momentum,
         eval_at_checkpoint=False,
         progress="none",
         checkpoint_every_epochs=2.0,
     )
-    outcome = _run(cluster, task, options, plan, 4.0 * parameters, run, spans)
+    traits = build_strategy(config).traits
+    check_fit(cluster, need(parameters, traits, learners=size), parameters)
+    task = TimingOnlyTask(steps * batch * size)
+    if traits.optimizer_state != "average":
+        momentum = 0.0  # nobody sends it, and its arithmetic is part of the modelled step
+    outcome = _run(cluster, task, replace(config, momentum=momentum), 4.0 * parameters, run, spans)
     if samples is not None:
         outcome.hours = (epochs or 1.0) * samples / outcome.samples_per_s / 3600
     return outcome
 
 
 def simulate_task(
-    cluster: Cluster, task: Task, options: EngineConfig, plan: RunConfig, *, seed: int = 0, spans: bool = False
+    cluster: Cluster,
+    task: Task,
+    config: TrainConfig,
+    *,
+    seed: int = 0,
+    spans: bool = False,
+    on_step: Callable[[Learner], None] | None = None,
 ) -> SimulationResult:
     """Real learning in virtual time: the ordinary loop, with its checkpoints and evaluations, on the cluster's clock."""
-    return _run(cluster, task, replace(options, timeout_s=NEVER_S, device="cpu"), plan, 0.0, None, spans, seed)
+    return _run(cluster, task, replace(config, timeout_s=NEVER_S, device="cpu"), 0.0, None, spans, seed, on_step)
 
 
 def _seldom(cluster: Cluster, batch: int, steps: int) -> float:
@@ -161,30 +163,30 @@ def _seldom(cluster: Cluster, batch: int, steps: int) -> float:
 def _run(
     cluster: Cluster,
     task: Task,
-    options: EngineConfig,
-    plan: RunConfig,
+    config: TrainConfig,
     model_bytes: float,
     run: Path | None,
     spans: bool,
     seed: int | None = None,
+    on_step: Callable[[Learner], None] | None = None,
 ) -> SimulationResult:
     if run is not None:
         run.mkdir(parents=True, exist_ok=True)
     virtual = SimulatedCluster(
         cluster,
         model_bytes=model_bytes,
-        seed=options.seed if seed is None else seed,
+        seed=config.seed if seed is None else seed,
         events=run / "events.jsonl" if run is not None else None,
         spans=SPANS_PER_LEARNER * min(cluster.learners, DRAWN) if spans else 0,
     )
 
     def work(context: DistributedContext) -> dict[str, Any]:
-        made = Trainer(task, context, options, plan)
-        result = made.go()
-        return {**result, "w": made.learner.flat.phi.numpy().copy()}
+        trainer = Trainer(task, context, config, on_step=on_step)
+        result = trainer.run()
+        return {**result, "w": trainer.learner.flat.phi.numpy().copy()}
 
     results = virtual.run(work)
-    return _outcome(virtual, options.strategy, results)
+    return _outcome(virtual, config.strategy, results)
 
 
 def _outcome(virtual: SimulatedCluster, strategy: str, results: list[dict[str, Any] | None]) -> SimulationResult:

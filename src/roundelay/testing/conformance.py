@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from roundelay import topology
 from roundelay.data.epoch_order import epoch_order
-from roundelay.engine.config import EngineConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.engine.learner import Learner, build_strategy
-from roundelay.engine.trainer import RunConfig, Trainer
+from roundelay.engine.trainer import Trainer
 from roundelay.launch.context import DistributedContext
 from roundelay.launch.threads import run_threads
 from roundelay.strategies.worker import StepInfo
@@ -81,8 +81,8 @@ class RunSpec:
     resume: str = "no"
     seed: int = 0
 
-    def options(self) -> EngineConfig:
-        return EngineConfig(
+    def config(self) -> TrainConfig:
+        return TrainConfig(
             strategy=self.strategy,
             strategy_options=dict(self.strategy_options),
             topology=self.topology,
@@ -91,16 +91,12 @@ class RunSpec:
             max_grad_norm=self.max_grad_norm,
             seed=self.seed,
             timeout_s=30.0,
-        )
-
-    def plan(self) -> RunConfig:
-        return RunConfig(
             epochs=self.epochs,
             batch=self.batch,
             lr=0.05,
             momentum=self.momentum,
             optimizer=self.optimizer,
-            run=Path(self.run) if self.run else None,
+            run=self.run,
             resume=self.resume,
             progress="none",
         )
@@ -109,13 +105,12 @@ class RunSpec:
 def run_toy_task(context: DistributedContext, case: RunSpec) -> dict[str, Any]:
     """Trains a case; returns what the laws look at."""
     seen: list[tuple[int, int]] = []
-    plan = case.plan()
 
     def look(learner: Learner) -> None:
         seen.append(learner.completed[-1] if learner.completed else (0, 0))
 
-    run = Trainer(case.lesson, context, case.options(), RunConfig(**{**plan.__dict__, "on_step": look}))
-    result = run.go()
+    run = Trainer(case.lesson, context, case.config(), on_step=look)
+    result = run.run()
     leads = context.rank in context.node_leaders or "hierarchical" not in case.strategy
     return {
         "w": run.learner.flat.phi.clone().numpy(),  # also of a learner that never had a batch
@@ -128,7 +123,7 @@ def run_toy_task(context: DistributedContext, case: RunSpec) -> dict[str, Any]:
 def run_zero_gradient(context: DistributedContext, case: RunSpec, steps: int) -> dict[str, Any]:
     """Learners that start apart and have a zero gradient: only the communication acts."""
     module = nn.Linear(5, 4)
-    learner = Learner(context, module, torch.optim.SGD(module.parameters(), lr=0.1), case.options())
+    learner = Learner(context, module, torch.optim.SGD(module.parameters(), lr=0.1), case.config())
     generator = torch.Generator().manual_seed(100 + context.rank)
     start = torch.randn(learner.flat.phi.numel(), generator=generator)
     learner.worker.assign_(start)
@@ -166,7 +161,7 @@ def check_strategy(
 ) -> list[str]:
     """Puts a strategy through the laws it has promised to keep; returns the names of those that were checked."""
     settings = tuple(sorted(options.items()))
-    traits = build_strategy(EngineConfig(strategy=name, strategy_options=options)).traits
+    traits = build_strategy(TrainConfig(strategy=name, strategy_options=options)).traits
     checked: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(folder or scratch)
