@@ -318,7 +318,7 @@ class Trainer:
         # only for this one: an earlier one may lack the shard of a learner whose sharding jumped over it
         self.checkpoints.poll()
         while int(position) in self.checkpoints.waiting and host.clock() < deadline:
-            store.pause(0.01, f"complete/{position}", "deaths")
+            store.pause(0.01, f"complete/{position}", "failures")
             self.checkpoints.poll()
 
     def _conclude(self, mean: torch.Tensor) -> dict[str, Any]:
@@ -354,7 +354,7 @@ class Trainer:
         ranks: dict[int, Any] = {}
         for r in range(size):
             while (note := store.get(f"summary/{r}")) is None and r not in membership.failed_ranks() and clock() < deadline:
-                store.pause(0.005, f"summary/{r}", "deaths")
+                store.pause(0.005, f"summary/{r}", "failures")
             if note is not None:
                 ranks[r] = json.loads(note)
         found["ranks"] = ranks
