@@ -33,9 +33,7 @@ def test_a_value_that_is_ready_needs_no_time() -> None:
 def test_the_error_is_raised_after_the_deadline_only() -> None:
     clock = Clock()
     with pytest.raises(TimeoutError, match=r"after 1\.25"):
-        wait_until(
-            lambda: False, 1.0, lambda: TimeoutError(f"after {clock.now}"), poll_s=0.25, clock=clock, sleep=clock.sleep
-        )
+        wait_until(lambda: False, 1.0, lambda: TimeoutError(f"after {clock.now}"), poll_s=0.25, clock=clock, sleep=clock.sleep)
 
 
 def test_without_an_error_the_last_value_is_returned() -> None:

@@ -190,7 +190,7 @@ def _locked(lock: threading.Lock) -> Iterator[None]:
 
 
 def shared_folder(store: Store, name: str, rank: int, is_creator: bool, timeout_s: float) -> Path:
-    """Return a folder on the memory file system; one rank creates it, the others wait for its path in the store."""
+    """Return a folder on the memory file system; one rank creates it, all other ranks wait for its path in the store."""
     if is_creator:
         root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         store.set(f"{name}/folder", tempfile.mkdtemp(prefix="roundelay-", dir=root))

@@ -1,7 +1,7 @@
 """A module's parameters as views of one contiguous vector.
 
 Gradients stay where autograd leaves them, one tensor per parameter. Gathering them costs two passes over memory, and strategies
-that never send a gradient do not need it; the others call `gather`.
+that never send a gradient do not need it; strategies that do call `gather`.
 """
 
 from __future__ import annotations

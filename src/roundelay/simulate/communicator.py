@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from roundelay.comm.node_group import CollectiveNodeGroup
 from roundelay.comm.base import BaseCommunicator, plain_sum, weighted_mean, weighted_sum
+from roundelay.comm.node_group import CollectiveNodeGroup
 from roundelay.core.contracts import Matching, SharedWeights, Work
 from roundelay.core.update_log import UpdateLog
 from roundelay.errors import PeerLost, UsageError
