@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from roundelay.comm.mpi_backend import MpiCommunicator
-from roundelay.comm.mpi_progress import UNWATCHED_S, mpi_runtime
+from roundelay.comm.mpi_progress import MAX_SLEEP_IDLE_S, mpi_runtime
 from roundelay.launch.context import context_from_env
 
 SIZES = (100_000, 1_000_000, 10_000_000)
@@ -64,7 +64,7 @@ def by_window(rank: int, comm: MpiCommunicator, x: np.ndarray, idle: bool, repea
     def move_on() -> None:
         while not done.is_set():
             mpi_runtime().comm.Iprobe()
-            time.sleep(UNWATCHED_S / 5)
+            time.sleep(MAX_SLEEP_IDLE_S / 5)
 
     threading.Thread(target=move_on, daemon=True).start()
 

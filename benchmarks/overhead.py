@@ -121,11 +121,11 @@ def costs(context: DistributedContext, parameters: int, repeats: int) -> dict[st
         if context.rank == 0:
             for _ in range(BURST):
                 gossip_handle.notify_step()
-        while gossip_handle.agent._met < goal:
+        while gossip_handle.exchanges < goal:
             time.sleep(0.0005)
         met = goal
 
-    while gossip_handle.agent._met < 1:  # the opening exchange
+    while gossip_handle.exchanges < 1:  # the opening exchange
         time.sleep(0.001)
     met = 1
     for number in range(repeats + 1):

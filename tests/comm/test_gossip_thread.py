@@ -1,4 +1,4 @@
-"""The agent by itself: how it enters and leaves rounds."""
+"""The gossip thread by itself: how it enters and leaves rounds."""
 
 from __future__ import annotations
 
@@ -7,31 +7,67 @@ from collections.abc import Sequence
 import torch
 
 from roundelay.comm.gossip.thread import GossipThread
-from roundelay.comm.shared_memory import LocalVectors, SharedVector
+from roundelay.comm.shared_memory import CURRENT_ROUND, LocalVectors, SharedVector
 
 
 class Pair:
-    """Two members who meet in every round; something may happen while an agent looks up its partner."""
+    """Ranks 0 and 1 are partners in every round; `on_lookup` runs whenever a thread looks up its partner."""
 
     edges = frozenset({(0, 1)})
 
     def __init__(self) -> None:
-        self.meanwhile = lambda: None
+        self.on_lookup = lambda: None
 
     def __call__(self, round: int) -> Sequence[int]:
-        self.meanwhile()
+        self.on_lookup()
         return (1, 0)
 
 
-def test_an_agent_told_where_to_stop_in_the_middle_of_a_move_enters_no_round_beyond() -> None:
-    board = LocalVectors(range(2))
+def two_vectors() -> LocalVectors:
+    vectors = LocalVectors(range(2))
     for rank in range(2):
-        board.publish(rank, torch.zeros(4))
-    agent = GossipThread(SharedVector(board.seen_by(0), 0), board.seen_by(0), 2, b"", None, lambda peer, why: None)
-    pair = Pair()
-    agent._matching, agent.round, agent.entered, agent._asking = pair, 7, 6, False
-    pair.meanwhile = lambda: setattr(agent, "_play_to", 6)  # what play_to() does, from the learner's thread
-    assert not agent._advance()
-    assert agent.entered == 6
-    assert not agent._advance()
-    assert agent._at_rest.is_set()
+        vectors.publish(rank, torch.full((4,), float(rank)))
+    return vectors
+
+
+def thread_of(vectors: LocalVectors, rank: int) -> GossipThread:
+    view = vectors.view(rank)
+    return GossipThread(SharedVector(view, rank), view, 2, b"", None, lambda peer, reason: None)
+
+
+def test_a_last_round_set_during_a_move_is_not_overrun() -> None:
+    thread, pair = thread_of(two_vectors(), 0), Pair()
+    thread._matching, thread._round, thread._current_round, thread._initiating = pair, 7, 6, False
+    pair.on_lookup = lambda: setattr(thread, "_last_round", 6)  # what drain_to() does, from another thread
+    assert not thread._advance()
+    assert thread._current_round == 6
+    assert not thread._advance()
+    assert thread._drained.is_set()
+
+
+def test_a_rank_without_steps_answers_but_never_initiates() -> None:
+    vectors = two_vectors()
+    thread = thread_of(vectors, 0)
+    thread._matching, thread._initiating = Pair(), False
+    assert not thread._advance()
+    vectors.headers[1][CURRENT_ROUND] = 0  # rank 1 waits in round 0
+    while thread._advance():
+        pass
+    assert thread.exchanges == 1
+    assert vectors.vectors[0].tolist() == vectors.vectors[1].tolist() == [0.5] * 4
+
+
+def test_an_error_of_the_thread_is_raised_in_the_caller() -> None:
+    thread, pair = thread_of(two_vectors(), 0), Pair()
+    pair.on_lookup = lambda: 1 / 0
+    thread.start()
+    thread.gossip(pair, 1.0)
+    try:
+        thread.drain_to(3)
+        thread.raise_if_failed()
+    except RuntimeError as error:
+        assert "the gossip thread of rank 0 failed: division by zero" in str(error)
+    else:
+        raise AssertionError("no error was raised")
+    finally:
+        thread.close()

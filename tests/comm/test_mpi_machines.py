@@ -1,4 +1,4 @@
-"""The battery under one mpirun over two machines with two learners each."""
+"""The conformance checks under one mpirun over two machines with two ranks each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from benchmarks.namespaces import NetnsMachines
-from crew import PATIENCE_S, wake_up
+from crew import TIMEOUT_S, warm_up
 from mpi_jobs import where
 from two_machines import NAMES, two_machines
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A runner of jobs on four learners."""
+    """Return a runner of jobs on four ranks."""
     try:
         with NetnsMachines(2, 1000):
             pass
@@ -33,16 +33,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         two_machines(tmp_path_factory.mktemp("machines"), learners=2) as (options, within),
         MpiPool(4, options, within, bind_address="auto") as pool,
     ):
-        pool.run(wake_up, timeout_s=4 * PATIENCE_S)
+        pool.run(warm_up, timeout_s=4 * TIMEOUT_S)
         yield lambda job, *args, size, simulate_nodes=0: pool.run(
-            job, *args, size=size, simulate_nodes=simulate_nodes, timeout_s=PATIENCE_S
+            job, *args, size=size, simulate_nodes=simulate_nodes, timeout_s=TIMEOUT_S
         )
 
 
-def test_the_learners_are_on_two_machines(run: Any) -> None:
+def test_the_ranks_are_on_two_machines(run: Any) -> None:
     assert run(where, size=4) == [NAMES[0]] * 2 + [NAMES[1]] * 2
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "single"])
-def test_laws_between_machines(name: str, run: Any, tmp_path: Path) -> None:
+def test_checks_hold_between_machines(name: str, run: Any, tmp_path: Path) -> None:
     assert "everybody_ends_with_the_same_model/4" in check_strategy(name, run, (4,), tmp_path)

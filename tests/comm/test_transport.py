@@ -1,4 +1,4 @@
-"""Only those who know the job's token are let in, and strangers disturb nobody."""
+"""Connections: only peers with the job's token are accepted, and invalid messages change nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from roundelay.comm.gossip.thread import GossipThread, bytes_of
+from roundelay.comm.gossip.thread import GossipThread
 from roundelay.comm.gossip.transport import (
     HEADER,
     MAGIC,
@@ -17,6 +17,7 @@ from roundelay.comm.gossip.transport import (
     MessageType,
     RemoteMemoryClient,
     accept_handshake,
+    bytes_of,
     connect,
     listen,
 )
@@ -27,51 +28,51 @@ TOKEN = b"0123456789abcdef"
 VECTOR = torch.arange(6, dtype=torch.float32)
 
 
-class Host:
-    """An agent that listens, with the vector it publishes."""
+class Listener:
+    """A gossip thread that listens, with its shared vector."""
 
     def __init__(self) -> None:
-        board = LocalVectors([0])
-        board.publish(0, VECTOR)
-        self.shared_weights = SharedVector(board.seen_by(0), 0)
+        vectors = LocalVectors([0])
+        vectors.publish(0, VECTOR)
+        self.shared_weights = SharedVector(vectors.view(0), 0)
         listener = listen("127.0.0.1")
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
         self.lost: list[int] = []
-        self.agent = GossipThread(
-            self.shared_weights, board.seen_by(0), 2, TOKEN, listener, lambda rank, why: self.lost.append(rank)
+        self.thread = GossipThread(
+            self.shared_weights, vectors.view(0), 2, TOKEN, listener, lambda rank, reason: self.lost.append(rank)
         )
-        self.agent.start()
+        self.thread.start()
 
-    def knock(self, *words: bytes, hang_up: bool = True) -> socket.socket:
-        """A connection that says these words and, if the agent turns it away, has nothing more to read."""
+    def connect(self, *messages: bytes, end: bool = True) -> socket.socket:
+        """Open a connection, send the messages and, with `end`, close the sending side."""
         host, _, port = self.address.rpartition(":")
         sock = socket.create_connection((host, int(port)), timeout=10)
-        with suppress(OSError):  # it may have been turned away already
-            for word in words:
-                sock.sendall(word)
-            if hang_up:
+        with suppress(OSError):  # it may have been rejected already
+            for message in messages:
+                sock.sendall(message)
+            if end:
                 sock.shutdown(socket.SHUT_WR)
         return sock
 
     def answers(self) -> bool:
-        """Whether somebody who knows the token can still read the vector and add to it."""
-        caller, out = RemoteMemoryClient(self.address, 1, 0, TOKEN, 10.0), torch.empty_like(VECTOR)
+        """Return whether a client with the token can still read the vector and add to it."""
+        client, out = RemoteMemoryClient(self.address, 1, 0, TOKEN, 10.0), torch.empty_like(VECTOR)
         before = self.shared_weights.vector.clone()
-        version = caller.get(bytes_of(out))
-        added = caller.add(bytes_of(torch.ones_like(VECTOR)))
-        caller.close()
+        version = client.get(bytes_of(out))
+        added = client.add(bytes_of(torch.ones_like(VECTOR)))
+        client.close()
         return torch.equal(out, before) and added == version and torch.equal(self.shared_weights.vector, before + 1)
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
-    made = Host()
-    yield made
-    made.agent.close()
+def listener() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.thread.close()
 
 
-def turned_away(sock: socket.socket) -> bool:
-    """Whether the other end hangs up without a word."""
+def rejected(sock: socket.socket) -> bool:
+    """Return whether the other end closes the connection without an answer."""
     try:
         return sock.recv(1) == b""
     except ConnectionError:
@@ -85,7 +86,7 @@ def hello(rank: int, token: bytes, length: int | None = None) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "messages",
     [
         [b"GET / HTTP/1.1\r\nHost: example\r\n\r\n"],
         [b"\x00" * 100],
@@ -101,15 +102,15 @@ def hello(rank: int, token: bytes, length: int | None = None) -> bytes:
         [HEADER.pack(MAGIC, 77, 0, 0)],
     ],
 )
-def test_strangers_are_turned_away_and_the_agent_survives(words: list[bytes], host: Host) -> None:
-    assert turned_away(host.knock(*words))
-    assert torch.equal(host.shared_weights.vector, VECTOR)
-    assert host.answers()
-    assert host.lost == []
+def test_an_invalid_handshake_is_rejected_and_the_thread_survives(messages: list[bytes], listener: Listener) -> None:
+    assert rejected(listener.connect(*messages))
+    assert torch.equal(listener.shared_weights.vector, VECTOR)
+    assert listener.answers()
+    assert listener.lost == []
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         b"not a message at all, but long enough for a header",
         HEADER.pack(MAGIC, MessageType.ADD, 0, 5) + bytes(5),
@@ -120,42 +121,42 @@ def test_strangers_are_turned_away_and_the_agent_survives(words: list[bytes], ho
         HEADER.pack(MAGIC, MessageType.REPLY, 0, 0),
     ],
 )
-def test_a_caller_who_speaks_nonsense_after_the_greeting_changes_nothing(words: bytes, host: Host) -> None:
-    sock = host.knock(hello(-2, TOKEN), words)
+def test_an_invalid_message_after_the_handshake_changes_nothing(message: bytes, listener: Listener) -> None:
+    sock = listener.connect(hello(-2, TOKEN), message)
     sock.settimeout(10)
-    assert torch.equal(host.shared_weights.vector, VECTOR)
-    assert host.answers()
+    assert torch.equal(listener.shared_weights.vector, VECTOR)
+    assert listener.answers()
     sock.close()
-    assert host.answers()
+    assert listener.answers()
 
 
-def test_somebody_who_connects_and_says_nothing_holds_nobody_up_for_ever(host: Host) -> None:
-    silent = host.knock(hang_up=False)
-    assert host.answers()
+def test_a_silent_connection_delays_no_other_connection(listener: Listener) -> None:
+    silent = listener.connect(end=False)
+    assert listener.answers()
     silent.close()
 
 
-def test_a_partner_that_hangs_up_is_reported_lost(host: Host) -> None:
-    partner = connect(host.address, 1, TOKEN, 10.0)
-    host.agent.await_partners(1, 10.0)
+def test_a_partner_that_closes_its_connection_is_reported_lost(listener: Listener) -> None:
+    partner = connect(listener.address, 1, TOKEN, 10.0)
+    listener.thread.await_partners(1, 10.0)
     partner.close()
-    host.agent.await_partners(1, 10.0)  # the dead count as settled
+    listener.thread.await_partners(1, 10.0)  # failed partners count
     for _ in range(500):
-        if host.lost:
+        if listener.lost:
             break
-        host.agent._pass_by()
-    assert host.lost == [1]
-    assert host.answers()
+        listener.thread.sync()
+    assert listener.lost == [1]
+    assert listener.answers()
 
 
-def test_a_caller_whose_host_is_gone_says_who_does_not_answer(host: Host) -> None:
-    caller = RemoteMemoryClient(host.address, 1, 0, TOKEN, 10.0)
-    host.agent.close()
+def test_a_client_names_the_rank_that_does_not_answer(listener: Listener) -> None:
+    client = RemoteMemoryClient(listener.address, 1, 0, TOKEN, 10.0)
+    listener.thread.close()
     with pytest.raises(PeerLost, match="rank 0 does not answer"):
-        caller.get(bytes_of(torch.empty_like(VECTOR)))
+        client.get(bytes_of(torch.empty_like(VECTOR)))
 
 
-def test_admission_returns_the_rank() -> None:
+def test_a_handshake_returns_the_rank() -> None:
     with listen("127.0.0.1") as listener:
         listener.setblocking(True)
         address = f"127.0.0.1:{listener.getsockname()[1]}"

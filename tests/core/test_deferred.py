@@ -1,4 +1,4 @@
-"""Promises of vectors behave like the vectors they promise."""
+"""Deferred vectors behave like the tensors they stand for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A, B = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 4.0, -1.0])
 
 
 class Counted(Update):
-    """A displacement that counts how often it is worked out."""
+    """An update that counts how often it is computed."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -35,20 +35,20 @@ def gradient(value: Tensor) -> Gradient:
     return Gradient(lambda: value, samples=4, share=1.0)
 
 
-@pytest.mark.parametrize("lazy", [gradient, Counted])
-def test_arithmetic_is_that_of_the_tensor(lazy) -> None:
-    assert torch.equal(materialize(-lazy(A)), -A)
-    assert torch.equal(lazy(A) + B, A + B)
-    assert torch.equal(B + lazy(A), B + A)
-    assert torch.equal(lazy(A) - B, A - B)
-    assert torch.equal(B - lazy(A), B - A)
-    assert torch.equal(materialize(lazy(A) * 2), 2 * A)
-    assert torch.equal(materialize(3.0 * lazy(A)), 3 * A)
-    assert torch.equal(lazy(A) * B, A * B)
-    assert torch.equal(materialize(lazy(A) / 4), A / 4)
-    assert torch.equal(lazy(A) + lazy(B), A + B)
-    assert torch.equal(torch.linalg.vector_norm(lazy(A)), torch.linalg.vector_norm(A))
-    assert torch.equal(torch.add(B, lazy(A), alpha=2), B + 2 * A)
+@pytest.mark.parametrize("deferred", [gradient, Counted])
+def test_arithmetic_is_that_of_the_tensor(deferred) -> None:
+    assert torch.equal(materialize(-deferred(A)), -A)
+    assert torch.equal(deferred(A) + B, A + B)
+    assert torch.equal(B + deferred(A), B + A)
+    assert torch.equal(deferred(A) - B, A - B)
+    assert torch.equal(B - deferred(A), B - A)
+    assert torch.equal(materialize(deferred(A) * 2), 2 * A)
+    assert torch.equal(materialize(3.0 * deferred(A)), 3 * A)
+    assert torch.equal(deferred(A) * B, A * B)
+    assert torch.equal(materialize(deferred(A) / 4), A / 4)
+    assert torch.equal(deferred(A) + deferred(B), A + B)
+    assert torch.equal(torch.linalg.vector_norm(deferred(A)), torch.linalg.vector_norm(A))
+    assert torch.equal(torch.add(B, deferred(A), alpha=2), B + 2 * A)
 
 
 def test_a_gradient_is_gathered_once() -> None:
@@ -59,7 +59,7 @@ def test_a_gradient_is_gathered_once() -> None:
 
 
 @given(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=5))
-def test_factors_stay_a_promise_and_d_runs_once(factors: list[float]) -> None:
+def test_factors_stay_deferred_and_d_runs_once(factors: list[float]) -> None:
     d = Counted(A)
     scaled: Update = d
     total = 1.0
@@ -73,7 +73,7 @@ def test_factors_stay_a_promise_and_d_runs_once(factors: list[float]) -> None:
     assert len(d.times) == 1
 
 
-def test_a_displacement_that_went_into_w_cannot_be_used_again() -> None:
+def test_an_update_applied_to_w_cannot_be_used_again() -> None:
     d = Counted(A)
     w = torch.zeros(3)
     (-d).add_to(w, w, True)
@@ -82,7 +82,7 @@ def test_a_displacement_that_went_into_w_cannot_be_used_again() -> None:
         d.tensor()
 
 
-def test_a_displaced_tensor_is_placed_without_being_made_and_is_a_tensor_to_whoever_asks() -> None:
+def test_an_updated_vector_is_assigned_without_a_tensor_of_its_own() -> None:
     d, phi = Counted(A), torch.zeros(3)
     sum_ = B - d
     assert isinstance(sum_, UpdatedVector)

@@ -1,4 +1,4 @@
-"""The job's store: the same promises from threads and from processes, and open to nobody it was not opened for."""
+"""The job's store: one contract for threads and processes, and a server that listens on one address only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.comm.gossip.transport import listen
 from roundelay.core.contracts import Store
 from roundelay.errors import PeerLost, UsageError
 from roundelay.fleet.store import JobStore, LocalStore, connect_store, serve_store
@@ -20,8 +19,8 @@ LISTENING = "0A"
 
 
 def listening_addresses(port: int) -> set[str]:
-    """Addresses on which a port of this machine is open, as the kernel tells."""
-    found = set()
+    """Return the addresses on which a port of this machine is open, read from the kernel."""
+    addresses = set()
     for table, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
         for line in Path(table).read_text().splitlines()[1:] if os.path.exists(table) else []:
             local, state = line.split()[1], line.split()[3]
@@ -29,30 +28,25 @@ def listening_addresses(port: int) -> set[str]:
             if int(number, 16) == port and state == LISTENING:
                 raw = bytes.fromhex(address)
                 words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]
-                found.add(socket.inet_ntop(family, b"".join(words)))
-    return found
+                addresses.add(socket.inet_ntop(family, b"".join(words)))
+    return addresses
 
 
-def test_the_store_listens_on_the_given_address_alone() -> None:
+def test_the_store_listens_on_its_address_only() -> None:
     server = serve_store("127.0.0.1")
     assert listening_addresses(server.port) == {"127.0.0.1"}
     other = serve_store("127.0.0.2")
     assert listening_addresses(other.port) == {"127.0.0.2"}
 
 
-def test_agents_listen_on_the_given_address_alone() -> None:
-    with listen("127.0.0.1") as listener:
-        assert listening_addresses(listener.getsockname()[1]) == {"127.0.0.1"}
-
-
-def test_the_look_at_the_kernel_would_see_an_open_port() -> None:
+def test_the_kernel_tables_show_an_open_port() -> None:
     with socket.create_server(("", 0)) as everywhere:
         assert listening_addresses(everywhere.getsockname()[1]) == {"0.0.0.0"}
 
 
 def test_a_port_in_use_and_a_foreign_address_are_usage_errors() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot listen"):
-        serve_store("127.0.0.1", taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as used, pytest.raises(UsageError, match="cannot listen"):
+        serve_store("127.0.0.1", used.getsockname()[1])
     with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1"):  # an address reserved for documentation
         serve_store("192.0.2.1")
 
@@ -66,7 +60,7 @@ def test_a_store_that_does_not_answer_is_named() -> None:
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
 def stores(request: pytest.FixtureRequest):
-    """Makes empty stores."""
+    """Return a factory of empty stores."""
     if request.param == "threads":
         yield LocalStore
         return
@@ -95,25 +89,25 @@ def test_a_store_behaves_like_a_dictionary(stores, steps: list[tuple]) -> None:
     store: Store = stores()
     model: dict[str, str] = {}
     for name, key, *value in steps:
-        found = getattr(store, name)(key, *value)
+        result = getattr(store, name)(key, *value)
         if name == "set":
             model[key] = value[0]
         elif name == "get":
-            assert found == model.get(key)
+            assert result == model.get(key)
         elif name == "claim":
-            assert found == model.setdefault(key, value[0])
+            assert result == model.setdefault(key, value[0])
         else:
             model[key] = str(int(model.get(key, "0")) + value[0])
-            assert found == int(model[key])
+            assert result == int(model[key])
 
 
-def test_of_many_claimants_one_wins_and_no_addition_is_lost(stores) -> None:
-    store, heard = stores(), []
+def test_one_claim_wins_and_no_addition_is_lost(stores) -> None:
+    store, claims = stores(), []
 
     def learner(rank: int) -> None:
         for _ in range(50):
             store.add("count", 1)
-        heard.append(store.claim("first", str(rank)))
+        claims.append(store.claim("first", str(rank)))
 
     threads = [threading.Thread(target=learner, args=(rank,)) for rank in range(4)]
     for thread in threads:
@@ -121,8 +115,8 @@ def test_of_many_claimants_one_wins_and_no_addition_is_lost(stores) -> None:
     for thread in threads:
         thread.join(20)
     assert store.get("count") == "200"
-    assert len(set(heard)) == 1
-    assert heard[0] == store.get("first")
+    assert len(set(claims)) == 1
+    assert claims[0] == store.get("first")
 
 
 def test_jobs_on_one_server_do_not_see_each_other() -> None:

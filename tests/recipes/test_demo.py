@@ -36,7 +36,7 @@ def interrupt(job: Job) -> None:
     """As a terminal does: to all processes of the group."""
     os.killpg(job.process.pid, signal.SIGINT)
     ended = job.end(PATIENCE_S / 4).expect(130)
-    assert "what is done is kept" in ended.err
+    assert "completed work is kept" in ended.err
     assert "to go on: roundelay demo source.options.train_speakers=5" in ended.err
     assert "Exception" not in ended.err
     assert ended.out == ""

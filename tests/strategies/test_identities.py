@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from laws import LR, centres, quadratic
+from laws import LR, centers, quadratic
 
 from roundelay.testing.conformance import RunSpec, ToyTask, in_threads, run_toy_task
 from roundelay.topology import neighbour_matrix
@@ -25,7 +25,7 @@ class Hand:
     """Learners on the quadratic, in numpy."""
 
     def __init__(self, size: int, momentum: float) -> None:
-        self.size, self.mu, self.c = size, momentum, centres(size)
+        self.size, self.mu, self.c = size, momentum, centers(size)
         self.w = np.zeros((size, 3))
         self.v = np.zeros((size, 3))
 
@@ -40,7 +40,7 @@ class Hand:
 def test_sync_is_sgd_on_the_mean_gradient(size: int, momentum: float) -> None:
     w, v, found = np.zeros(3), np.zeros(3), path("sync", size, momentum)
     for k in range(STEPS):
-        v = momentum * v + (w - centres(size).mean(0))
+        v = momentum * v + (w - centers(size).mean(0))
         w = w - LR * v
         assert np.allclose(found[k], w, **PRECISE)
 
@@ -67,7 +67,7 @@ def test_delay_by_one_steps_from_the_mean_with_the_local_gradient(size: int, mom
 def test_the_delayed_gradient_is_applied_one_step_late(size: int) -> None:
     w, late, found = np.zeros(3), None, path("delay_by_one", size, form="gradient")
     for k in range(STEPS):
-        g = w - centres(size).mean(0)
+        g = w - centers(size).mean(0)
         w = w if late is None else w - LR * late
         late = g
         assert np.allclose(found[k], w, **PRECISE)
@@ -108,7 +108,7 @@ def test_bmuf_filters_block_updates(size: int, nesterov: bool, eta: float | None
 
 def test_a_diverged_replica_is_left_out_of_the_average() -> None:
     # Rank 3's centre is far from all others, so its loss exceeds the best by more than `reject` in the first block.
-    size, c = 4, centres(4)
+    size, c = 4, centers(4)
     losses = (c**2).sum(1) / 2
     reject = float(np.sort(losses - losses.min())[-1]) * 0.5
     found = path("kstep", size, K=1, reject=reject)

@@ -1,4 +1,4 @@
-"""Four processes that serve every test which needs processes and no command line, on every backend."""
+"""A pool of processes shared by all tests that need ranks but no command line, on every backend."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from roundelay.testing.mpi_pool import MpiPool
 from roundelay.testing.pools import ProcessPool
 
 SIZE = 4
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 class Crew:
-    """A pool that is made anew after a failure, so that one broken test does not break the next."""
+    """Process pools, recreated after a failure so that one broken test does not break the next."""
 
     def __init__(self) -> None:
         self._pools: dict[bool, ProcessPool] = {}
 
     def on(self, backend: str) -> Any:
-        """A runner on this backend. On `auto` the crew pretends to be two machines: shared memory inside, connections between."""
+        """Return a runner on this backend. On `auto` the ranks are split into two simulated nodes."""
         if backend == "threads":
             return run_threads
 
@@ -39,11 +39,11 @@ class Crew:
             pytest.importorskip("mpi4py")
         if by_mpi not in self._pools:
             self._pools[by_mpi] = (MpiPool(SIZE) if by_mpi else ProcessPool(SIZE)).__enter__()
-            self._pools[by_mpi].run(wake_up, timeout_s=4 * PATIENCE_S)  # imports take as long as they take
+            self._pools[by_mpi].run(warm_up, timeout_s=4 * TIMEOUT_S)  # imports may be slow
         pool = self._pools[by_mpi]
         pool.wire = backend
         try:
-            return pool.run(job, *args, size=size, simulate_nodes=simulate_nodes, timeout_s=PATIENCE_S)
+            return pool.run(job, *args, size=size, simulate_nodes=simulate_nodes, timeout_s=TIMEOUT_S)
         except BaseException:
             self.stop()
             raise
@@ -54,8 +54,8 @@ class Crew:
         self._pools = {}
 
 
-def wake_up(context: DistributedContext) -> int:
-    """Everything a process pays for once."""
+def warm_up(context: DistributedContext) -> int:
+    """Compile and import everything that is slow the first time."""
     kernels.compile_for(torch.float32)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     return context.rank

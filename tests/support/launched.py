@@ -1,4 +1,4 @@
-"""Run under torchrun or mpirun: trains every deterministic strategy one after another; rank 0 prints what came out of each."""
+"""Script for torchrun or mpirun: train with every deterministic strategy; rank 0 prints a hash of each result."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def main(backend: str) -> None:
     )
     store: Any = context.comm.store
     assert isinstance(store, JobStore)
-    found = {}
+    hashes = {}
     for name in [*STRATEGIES, "hierarchical(kstep)"]:
         if name == "single" or not build(name).traits.deterministic:
             continue
         simulate_nodes = 2 if "hierarchical" in name else 0
-        apart = create_context(
+        own_context = create_context(
             store.under(f"{name}/"), context.rank, context.size, context.machines[context.rank],
             backend=backend, bind_address="127.0.0.1", timeout_s=60.0, device=context.device, simulate_nodes=simulate_nodes, digest={},
         )  # fmt: skip
-        w = run_toy_task(apart, RunSpec(name, simulate_nodes=simulate_nodes))["w"]
-        found[name] = hashlib.sha256(w.tobytes()).hexdigest()
+        w = run_toy_task(own_context, RunSpec(name, simulate_nodes=simulate_nodes))["w"]
+        hashes[name] = hashlib.sha256(w.tobytes()).hexdigest()
     if context.rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(hashes), flush=True)
     context.close()
 
 

@@ -1,8 +1,7 @@
-"""Jobs that show one law each, for threads and for processes alike."""
+"""Jobs that show one law each, for threads and for processes."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from roundelay.core import buckets
+from roundelay.core.wait import wait_until
 from roundelay.engine.config import EngineConfig
 from roundelay.engine.learner import Learner
 from roundelay.launch.context import DistributedContext
 from roundelay.strategies.worker import StepInfo
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 LR = 0.1
 
 
@@ -27,20 +27,20 @@ def share(context: DistributedContext, k: int) -> StepInfo:
     return StepInfo(1, 1, context.size, k * context.size, 1 << 40)
 
 
-def updates_during_meetings(context: DistributedContext, steps: int) -> dict[str, Any]:
-    """Everybody gossips and moves by random gradients at once; what comes out must be what went in."""
+def updates_during_exchanges(context: DistributedContext, steps: int) -> dict[str, Any]:
+    """All ranks gossip and apply random gradients at once; the sum of all vectors must be start plus updates."""
     module = nn.Linear(300, 20)
     learner = learner_of(context, module, "adpsgd", topology="ring")
     generator = torch.Generator().manual_seed(context.rank)
     start = torch.randn(learner.flat.phi.numel(), generator=generator)
     learner.worker.assign_(start)
     learner.start()
-    moved = torch.zeros_like(start, dtype=torch.float64)
+    applied = torch.zeros_like(start, dtype=torch.float64)
 
     def compute() -> float:
         for p in module.parameters():
             p.grad = torch.randn(p.shape, generator=generator)
-        moved.sub_(LR * learner.flat.gather(torch.empty_like(start)).double())
+        applied.sub_(LR * learner.flat.gather(torch.empty_like(start)).double())
         return 0.0
 
     for k in range(steps):
@@ -48,51 +48,53 @@ def updates_during_meetings(context: DistributedContext, steps: int) -> dict[str
     gossip_handle = learner.worker.gossip_handle
     assert gossip_handle is not None
     gossip_handle.finish()
-    met = gossip_handle.pop_metrics()["exchanges"]
+    exchanges = gossip_handle.pop_metrics()["exchanges"]
     end = learner.worker.w.clone()
     context.comm.all_reduce_mean(torch.zeros(1)).wait()
-    staleness = sum(learner.worker.step_timer.staleness.values())
+    counted = sum(learner.worker.step_timer.staleness.values())
     learner.close()
-    return {"start": start.double().numpy(), "moved": moved.numpy(), "end": end.double().numpy(), "met": met, "n": staleness}
+    vectors = {"start": start.double().numpy(), "applied": applied.numpy(), "end": end.double().numpy()}
+    return {**vectors, "exchanges": exchanges, "steps": counted}
 
 
-def stuck_neighbour(context: DistributedContext, steps: int) -> dict[str, Any]:
-    """Rank 0 sits in its first gradient until all others have done all their steps."""
+def stuck_neighbor(context: DistributedContext, steps: int) -> dict[str, Any]:
+    """Rank 0 stays in its first gradient until all other ranks have done all their steps."""
     module = nn.Linear(4, 4)
     learner = learner_of(context, module, "adpsgd", topology="ring")
     learner.start()
-    store, done = context.comm.store, 0.0
+    store, exchanges = context.comm.store, 0.0
 
     def compute() -> float:
         for p in module.parameters():
             p.grad = torch.zeros_like(p)
-        deadline = time.monotonic() + PATIENCE_S
-        while context.rank == 0 and int(store.get("done") or 0) < context.size - 1:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the others wait for a learner that is inside a gradient")
-            time.sleep(0.002)
+        if context.rank == 0:
+            error = TimeoutError("the other ranks wait for a rank that computes a gradient")
+            wait_until(lambda: int(store.get("done") or 0) >= context.size - 1, TIMEOUT_S, lambda: error)
         return 0.0
 
     gossip_handle = learner.worker.gossip_handle
     assert gossip_handle is not None
+
+    def count() -> float:
+        nonlocal exchanges
+        exchanges += gossip_handle.pop_metrics()["exchanges"]
+        return exchanges
+
     for k in range(steps if context.rank else 1):
         learner.run_step(share(context, k), compute)
         if context.rank:
-            deadline = time.monotonic() + PATIENCE_S
-            while done < k and time.monotonic() < deadline:  # let the agents keep pace, so that exchanges can be counted
-                time.sleep(0.001)
-                done += gossip_handle.pop_metrics()["exchanges"]
+            wait_until(lambda k=k: count() >= k, TIMEOUT_S, poll_s=0.001)  # let the gossip threads keep pace
     if context.rank:
         store.add("done", 1)
     steps_done = learner.steps
     gossip_handle.finish()
     context.comm.all_reduce_mean(torch.zeros(1)).wait()
     learner.close()
-    return {"steps": steps_done, "met": done}
+    return {"steps": steps_done, "exchanges": exchanges}
 
 
 class Branches(nn.Module):
-    """Layers of which each learner uses its own, and one that nobody uses."""
+    """A module in which each rank uses one layer of its own, and one layer is unused."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -107,7 +109,7 @@ class Branches(nn.Module):
 
 
 def gradient_in_buckets(context: DistributedContext, bucket_bytes: int, samples: list[int]) -> dict[str, Any]:
-    """The mean gradient as `sync` gets it, reducing in buckets of this size, and this learner's own."""
+    """Return the mean gradient of `sync`, reduced in buckets of this size, and this rank's own gradient."""
     before = buckets.FIRST_BYTES, buckets.BUCKET_BYTES
     buckets.FIRST_BYTES = buckets.BUCKET_BYTES = bucket_bytes
     try:
@@ -137,7 +139,7 @@ def gradient_in_buckets(context: DistributedContext, bucket_bytes: int, samples:
 
 
 def batch_norm(context: DistributedContext, strategy: str) -> dict[str, Any]:
-    """The statistics of every learner before the end, and after it."""
+    """Return the batch-norm statistics of this rank before and after finish()."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     learner = learner_of(context, module, strategy)
@@ -153,18 +155,18 @@ def batch_norm(context: DistributedContext, strategy: str) -> dict[str, Any]:
     for k in range(3):
         learner.run_step(StepInfo(1, machine, context.size, k * context.size, 3 * context.size), compute)
     before = learner.flat.buffer_vector().clone()
-    leads = learner.worker.is_node_leader
+    is_leader = learner.worker.is_node_leader
     learner.finish()
     after = learner.flat.buffer_vector().clone()
     learner.close()
-    return {"before": before.numpy(), "after": after.numpy(), "leads": leads}
+    return {"before": before.numpy(), "after": after.numpy(), "is_leader": is_leader}
 
 
-# -- a quadratic, for which every strategy can be worked out by hand ------------------------------------------------
+# -- a quadratic, for which every strategy has a closed form --------------------------------------------------------
 
 
 def quadratic(context: DistributedContext, strategy: str, options: dict[str, Any], steps: int, momentum: float) -> np.ndarray:
-    """w of every step, for the loss |w - c_rank|^2 / 2, whose gradient is w - c_rank."""
+    """Return w after every step, for the loss |w - c_rank|^2 / 2, whose gradient is w - c_rank."""
     module = nn.Linear(1, 3, bias=False)
     with torch.no_grad():
         module.weight.zero_()
@@ -173,11 +175,11 @@ def quadratic(context: DistributedContext, strategy: str, options: dict[str, Any
         context, module, optimizer, EngineConfig(strategy=strategy, strategy_options=options, deterministic_reduce=True)
     )
     learner.start()
-    centre = centres(context.size)[context.rank].reshape(3, 1)
+    center = centers(context.size)[context.rank].reshape(3, 1)
     path = []
 
     def compute() -> float:
-        module.weight.grad = module.weight.detach() - torch.from_numpy(centre).float()
+        module.weight.grad = module.weight.detach() - torch.from_numpy(center).float()
         return float(module.weight.grad.square().sum()) / 2
 
     for k in range(steps):
@@ -188,5 +190,5 @@ def quadratic(context: DistributedContext, strategy: str, options: dict[str, Any
     return np.stack(path)
 
 
-def centres(size: int) -> np.ndarray:
+def centers(size: int) -> np.ndarray:
     return np.random.default_rng(5).normal(size=(size, 3))

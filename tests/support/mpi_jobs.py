@@ -1,4 +1,4 @@
-"""Jobs that look at how a backend waits and moves on."""
+"""Jobs that observe how a backend waits and makes progress."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
+from roundelay.core.wait import wait_until
 from roundelay.launch.context import DistributedContext
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def where(context: DistributedContext) -> str:
-    """The name of this learner's machine."""
+    """Return the host name of this rank."""
     return context.hosts[context.rank]
 
 
 def waiting(context: DistributedContext, seconds: float) -> dict[str, float]:
-    """Everybody waits for rank 0; the seconds of it, and the CPU seconds it took."""
+    """Make all ranks wait for rank 0; return the seconds of the wait and its CPU seconds."""
     context.comm.all_reduce_mean(torch.zeros(1)).wait()
     began, cpu = time.monotonic(), time.process_time()
     if context.rank == 0:
@@ -28,25 +29,22 @@ def waiting(context: DistributedContext, seconds: float) -> dict[str, float]:
 
 
 def overlapping(context: DistributedContext, length: int) -> dict[str, Any]:
-    """A mean is started, then nobody calls the backend again: does it arrive while everybody computes?"""
+    """Start a mean and compute without calling the backend; return whether the mean completes meanwhile."""
     a = torch.randn(64, 64)
-    pending = context.comm.all_reduce_mean(torch.full((length,), float(context.rank)))
-    deadline = time.monotonic() + PATIENCE_S
-    while not pending.done and time.monotonic() < deadline:
-        a.mm(a)
-    arrived = pending.done
-    return {"arrived": arrived, "mean": float(pending.wait().mean())}
+    work = context.comm.all_reduce_mean(torch.full((length,), float(context.rank)))
+    done = wait_until(lambda: work.done, TIMEOUT_S, poll_s=0.0, sleep=lambda seconds: a.mm(a))
+    return {"done": done, "mean": float(work.wait().mean())}
 
 
 def one_sided(context: DistributedContext, length: int, times: int) -> dict[str, Any]:
-    """Everybody adds ones to everybody's vector, its own among them, and then reads them all."""
+    """Add ones to the vectors of all ranks, the own one included, and then read them all."""
     comm = context.comm
     comm.publish(torch.zeros(length))
     versions = [comm.remote_add(peer, torch.ones(length)) for _ in range(times) for peer in range(context.size)]
     comm.all_reduce_mean(torch.zeros(1)).wait()
-    seen = []
+    reads = []
     for peer in range(context.size):
         out = torch.empty(length)
-        seen.append((comm.remote_get(peer, out), float(out.min()), float(out.max())))
+        reads.append((comm.remote_get(peer, out), float(out.min()), float(out.max())))
     comm.all_reduce_mean(torch.zeros(1)).wait()
-    return {"versions": versions, "seen": seen}
+    return {"versions": versions, "reads": reads}

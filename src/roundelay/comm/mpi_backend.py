@@ -1,9 +1,8 @@
-"""Processes started by mpirun or srun: MPI carries everything, vectors in rendezvous as well as between agents.
+"""Ranks started by mpirun or srun: MPI carries the collectives and the messages of the gossip threads.
 
-Means are non-blocking all-reduces on a communicator of the comm's own; exact ones an all-to-all, an ordered sum and an
-all-gather; neighbours exchange by messages. Exchanges and one-sided verbs go through the agents, by messages too: on windows
-(MPI's own one-sided calls) they were measured to be slower, see docs/mpi.md, and a vector's lock would have to be MPI's.
-Only the job's store, a few bytes, is not MPI's: rank 0 serves it where all have been told.
+Means are non-blocking all-reduces on the group's own MPI communicator. Deterministic means are an all-to-all, a sum in rank order
+and an all-gather. Exchanges and one-sided operations are messages too: MPI windows were measured to be slower (docs/mpi.md), and
+the lock of a vector would have to be MPI's. Only the job's store does not use MPI: rank 0 serves it.
 """
 
 from __future__ import annotations
@@ -17,234 +16,220 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundelay.comm.gossip.handle import BackgroundGossip
-from roundelay.comm.gossip.thread import GossipThread, bytes_of
-from roundelay.comm.gossip.transport import ConnectionClosed, Message, MessageType
+from roundelay.comm.base import GossipCommunicator, SlicedMean, weighted_sum
+from roundelay.comm.gossip.thread import GossipThread
+from roundelay.comm.gossip.transport import ConnectionClosed, Message, MessageType, bytes_of
 from roundelay.comm.mpi_progress import MpiRequestBatch, MpiRuntime, abort_mpi
 from roundelay.comm.node_group import CollectiveNodeGroup
-from roundelay.comm.shared_memory import LocalVectors, SharedVector, wait_for
+from roundelay.comm.shared_memory import LocalVectors
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching, NodeGroup, SharedWeights
-from roundelay.core.update_log import UpdateLog
 from roundelay.errors import PeerLost
-from roundelay.fleet.membership import StoreMembership
-from roundelay.fleet.store import JobStore
+from roundelay.fleet.store import JobStore, wait_for_key
 
-HEAD, MEET, CALL, ANSWER, ANSWERED, MIX = range(6)
-"""Tags: the head of a message to an agent; a snapshot; what is to be added; the head of an answer; its vector; neighbours."""
-HEAD_FIELDS = ("kind", "number", "bytes", "sender")
+HEADER, EXCHANGE, REQUEST, REPLY, REPLY_DATA, NEIGHBOR = range(6)
+"""Tags: header to a gossip thread; snapshot; payload of a request; header of a reply; payload of a reply; neighbor average."""
+HEADER_FIELDS = ("kind", "number", "bytes", "sender")
 
 
-class MpiWork:
-    """Something under way on a comm."""
+class _MpiWork:
+    """A collective in progress."""
 
-    def __init__(self, comm: MpiCommunicator, errand: MpiRequestBatch, finish: Callable[[], Tensor]) -> None:
-        self._comm, self._errand, self._finish = comm, errand, finish
+    def __init__(self, comm: MpiCommunicator, batch: MpiRequestBatch, finish: Callable[[], Tensor]) -> None:
+        self._comm, self._batch, self._finish = comm, batch, finish
 
     @property
     def done(self) -> bool:
-        return self._errand.finished.is_set()
+        return self._batch.finished.is_set()
 
     def wait(self) -> Tensor:
-        self._comm.wait(self._errand)
+        self._comm.wait(self._batch)
         return self._finish()
 
 
 class MpiConnection:
-    """What an agent has of a peer: a partner for exchanges, or one who calls for one-sided verbs. Heads are handed in by the
-    porter; a payload stays with its sender until a buffer is offered for it."""
+    """The messages between a gossip thread and one peer; see `PeerConnection` for the contract.
 
-    def __init__(self, comm: MpiCommunicator, peer: int, *, caller: bool) -> None:
-        self.peer: int | None = None if caller else peer
-        self.caller = -1
-        self.sent_bytes = self.sending = 0
+    The peer is a partner for exchanges or a client of one-sided operations. The MPI progress thread delivers headers; a payload
+    stays with its sender until a buffer is provided.
+    """
+
+    def __init__(self, comm: MpiCommunicator, peer: int, *, is_client: bool) -> None:
+        self.peer: int | None = None if is_client else peer
+        self.client = -1
+        self.sent_bytes = self.unsent = 0
         self.error = ""
-        self.waiting: Message | None = None
-        self._comm, self._to = comm, peer
-        self._head_tag, self._out_tag, self._in_tag = (ANSWER, ANSWERED, CALL) if caller else (HEAD, MEET, MEET)
-        self._heads: deque[Message] = deque()
+        self.unread: Message | None = None
+        self._comm, self._rank = comm, peer
+        tags = (REPLY, REPLY_DATA, REQUEST) if is_client else (HEADER, EXCHANGE, EXCHANGE)
+        self._header_tag, self._send_tag, self._receive_tag = tags
+        self._headers: deque[Message] = deque()
 
     def fileno(self) -> int:
         return -1
 
     def send(self, kind: MessageType, number: int, payload: memoryview | None = None) -> None:
-        """Sends a message; the payload must stay as it is until `sending` is 0 again."""
-        self.sending += 1
+        self.unsent += 1
         nbytes = len(payload) if payload is not None else 0
-        comm, comm = self._comm, self._comm.comm
-        head = np.array([kind, number, nbytes, comm.rank], dtype=np.int64)
+        comm, mpi_comm = self._comm, self._comm.mpi_comm
+        header = np.array([kind, number, nbytes, comm.rank], dtype=np.int64)
 
         def post() -> list[Any]:
-            posted = [comm.Isend(head, self._to, self._head_tag)]
-            return posted + ([comm.Isend(payload, self._to, self._out_tag)] if payload is not None else [])
+            requests = [mpi_comm.Isend(header, self._rank, self._header_tag)]
+            return requests + ([mpi_comm.Isend(payload, self._rank, self._send_tag)] if payload is not None else [])
 
-        def gone() -> None:
-            self.sent_bytes += head.nbytes + nbytes
-            self.sending -= 1
+        def on_sent() -> None:
+            self.sent_bytes += header.nbytes + nbytes
+            self.unsent -= 1
             comm.wake()
 
-        comm.porter.send_out(post, gone)
+        comm.progress.submit(post, on_sent)
 
-    def arrived(self, arrival: Message) -> None:
-        """Called by the porter."""
-        self._heads.append(arrival)
+    def deliver(self, message: Message) -> None:
+        """Queue a header that has arrived. Called by the MPI progress thread."""
+        self._headers.append(message)
 
     def read_header(self) -> Message | None:
-        if self.waiting is not None or not self._heads:
+        if self.unread is not None or not self._headers:
             return None
-        arrival = self._heads.popleft()
-        if arrival.bytes:
-            self.waiting = arrival
-        return arrival
+        message = self._headers.popleft()
+        if message.bytes:
+            self.unread = message
+        return message
 
     def read_payload(self, buffer: memoryview) -> None:
-        assert self.waiting is not None
-        if len(buffer) != self.waiting.bytes:
-            raise ConnectionClosed(f"a payload of {self.waiting.bytes} bytes where {len(buffer)} were expected")
+        assert self.unread is not None
+        if len(buffer) != self.unread.bytes:
+            raise ConnectionClosed(f"payload must have {len(buffer)} bytes (got {self.unread.bytes})")
         comm = self._comm
         try:
-            comm.wait(comm.porter.send_out(lambda: [comm.comm.Irecv(buffer, self._to, self._in_tag)]))
+            comm.wait(comm.progress.submit(lambda: [comm.mpi_comm.Irecv(buffer, self._rank, self._receive_tag)]))
         except PeerLost as error:
             raise ConnectionClosed(error.message) from error
-        self.waiting = None
+        self.unread = None
 
-    def look(self, waited_s: float) -> None:
-        """Under mpirun a death ends the whole job; where it does not, nothing but the membership tells the agent."""
-        if waited_s > self._comm.timeout_s and (why := self._comm.membership.failed_ranks().get(self._comm.ranks[self._to])):
-            self._comm.broken = True
+    def check_alive(self, waited_s: float) -> None:
+        """Raise PeerLost if the membership knows that the peer has failed: MPI does not report it where mpirun keeps the job."""
+        comm = self._comm
+        if waited_s > comm.timeout_s and (reason := comm.membership.failed_ranks().get(comm.ranks[self._rank])):
+            comm.broken = True
             abort_mpi(PeerLost.exit_code)
             raise PeerLost(
-                f"rank {self._comm.ranks[self._to]} ({why}) was lost",
-                where=f"rank {self._comm.ranks[self._comm.rank]}, in a exchange",
-                hint="look at that rank's log; start again with resume=auto to go on from the last checkpoint",
+                f"rank {comm.ranks[self._rank]} ({reason}) was lost",
+                where=f"rank {comm.ranks[comm.rank]}, in an exchange",
+                hint="look at that rank's log; start again with resume=auto to continue from the last checkpoint",
             )
 
     def close(self) -> None:
-        """There is no connection to close."""
+        """Do nothing: there is no connection to close."""
 
 
-class MpiCommunicator:
-    """One process's view of the job, or of a part of it."""
+class MpiCommunicator(GossipCommunicator):
+    """The communicator of one process. Collective: all `ranks` must construct it."""
 
     def __init__(
-        self, world: MpiRuntime, store: JobStore, ranks: Sequence[int], rank: int, *, timeout_s: float = 60.0, name: str = "all"
+        self,
+        runtime: MpiRuntime,
+        store: JobStore,
+        ranks: Sequence[int],
+        rank: int,
+        *,
+        timeout_s: float = 60.0,
+        name: str = "all",
     ) -> None:
-        self.store, self.ranks, self.rank, self.size = store, list(ranks), rank, len(ranks)
-        self.name, self.timeout_s = name, timeout_s
-        self.membership = StoreMembership(store)
-        self._world, self.porter = world, world.porter
-        self.comm = self._make_communicator()
-        self._board: LocalVectors | None = None
-        self._agent: GossipThread | None = None
+        super().__init__(store, ranks, rank, name, timeout_s)
+        self._runtime, self.progress = runtime, runtime.progress
+        self.mpi_comm = self._create_mpi_comm()
         self._partners: dict[int, MpiConnection] = {}
-        self._callers: dict[int, MpiConnection] = {}
-        self._listening: MpiRequestBatch | None = None
-        self._calling = threading.Lock()
-        self._bytes = 0
+        self._clients: dict[int, MpiConnection] = {}
+        self._header_receive: MpiRequestBatch | None = None
+        self._request_lock = threading.Lock()
         self.broken = False
-        """Something was waited for in vain; what is still under way will never end."""
+        """Whether a wait has failed; its requests will never complete, so the MPI communicator cannot be freed."""
 
-    def _make_communicator(self) -> Any:
-        """Blocks inside MPI until all members are there, so they gather first: nobody may be answered meanwhile."""
-        self.store.add(f"{self.name}/come", 1)
-        wait_for(self.store, f"{self.name}/come", self.timeout_s, self.rank, lambda come: int(come) >= self.size)
-        world = self._world
+    def _create_mpi_comm(self) -> Any:
+        """Create the group's MPI communicator. It blocks the progress thread, so wait in the store for all ranks first."""
+        self.store.add(f"{self.name}/joined", 1)
+        wait_for_key(self.store, f"{self.name}/joined", self.timeout_s, self.rank, lambda count: int(count) >= self.size)
+        world = self._runtime.comm
 
-        def make() -> Any:
-            group = world.comm.Get_group()
+        def create() -> Any:
+            group = world.Get_group()
             members = group.Incl(self.ranks)
-            made = world.comm.Create_group(members, self.ranks[0])
+            mpi_comm = world.Create_group(members, self.ranks[0])
             members.Free()
             group.Free()
-            return made
+            return mpi_comm
 
-        return self.porter.do(make)
+        return self.progress.call(create)
 
-    def wait(self, errand: MpiRequestBatch) -> None:
-        """Waits for an errand; where it fails or takes too long, says who was lost."""
-        late = not self.porter.wait(errand, self.timeout_s)
-        error = TimeoutError(f"no answer in {self.timeout_s:.0f} s") if late else errand.error
+    def wait(self, batch: MpiRequestBatch) -> None:
+        """Block until the requests are complete; raise PeerLost that names the failed rank if they fail or time out."""
+        late = not self.progress.wait(batch, self.timeout_s)
+        error = TimeoutError(f"no answer in {self.timeout_s:.0f} s") if late else batch.error
         if error is not None:
             self.broken = True
             abort_mpi(PeerLost.exit_code)
             raise self.membership.explain(error, self.ranks, self.ranks[self.rank]) from error
 
-    def live_ranks(self) -> list[int]:
-        dead = self.membership.failed_ranks()
-        return [m for m in range(self.size) if self.ranks[m] not in dead]
+    # -- collectives -----------------------------------------------------------------------------------------------
 
-    # -- rendezvous ------------------------------------------------------------------------------------------------
-
-    def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> MpiWork:
+    def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> _MpiWork:
         if deterministic_reduce:
-            return self._start_exact_mean(x, weight)
+            return self._deterministic_mean(x, weight)
         out = x.detach().to("cpu", copy=True) if weight is None else (x.detach() * weight).to("cpu")
         total = torch.tensor([float(self.size if weight is None else weight)], dtype=torch.float64)
-        errand = self._add_up(out) if weight is None else self._add_up(out, total)
-        return MpiWork(self, errand, lambda: out.div_(total.to(out.dtype)).to(x.device))
+        batch = self._all_reduce(out) if weight is None else self._all_reduce(out, total)
+        return _MpiWork(self, batch, lambda: out.div_(total.to(out.dtype)).to(x.device))
 
-    def _add_up(self, *vectors: Tensor) -> MpiRequestBatch:
-        """Each vector becomes the sum over all members."""
-        in_place, arrays = self._world.mpi.IN_PLACE, [vector.numpy() for vector in vectors]
+    def _all_reduce(self, *vectors: Tensor) -> MpiRequestBatch:
+        """Start to replace each vector by its sum over all ranks."""
+        in_place, arrays = self._runtime.mpi.IN_PLACE, [vector.numpy() for vector in vectors]
         self._bytes += sum(2 * array.nbytes * (self.size - 1) // self.size for array in arrays)
-        return self.porter.send_out(lambda: [self.comm.Iallreduce(in_place, array) for array in arrays])
+        return self.progress.submit(lambda: [self.mpi_comm.Iallreduce(in_place, array) for array in arrays])
 
-    def _start_exact_mean(self, x: Tensor, weight: float | None) -> MpiWork:
-        """Everybody sums one slice in rank order and hands it round: the bytes of a ring, the same bits every time."""
-        weights = torch.full((self.size,), 1.0, dtype=torch.float64)
-        if weight is not None:
-            weights.zero_()
-            weights[self.rank] = weight
-        slice_ = -(-x.numel() // self.size)
-        outgoing = torch.zeros(self.size * slice_, dtype=x.dtype)
-        outgoing[: x.numel()] = x.detach().reshape(-1)
-        incoming = torch.empty_like(outgoing)
-        self._bytes += outgoing.numel() * outgoing.element_size() * (self.size - 1) // self.size * 2
+    def _deterministic_mean(self, x: Tensor, weight: float | None) -> _MpiWork:
+        mean = SlicedMean(x, weight, self.rank, self.size)
+        self._bytes += mean.bytes_sent
 
         def post() -> list[Any]:
-            posted = [self.comm.Ialltoall(outgoing.numpy(), incoming.numpy())]
+            requests = [self.mpi_comm.Ialltoall(mean.outgoing.numpy(), mean.incoming.numpy())]
             if weight is not None:
-                posted.append(self.comm.Iallreduce(self._world.mpi.IN_PLACE, weights.numpy()))
-            return posted
+                requests.append(self.mpi_comm.Iallreduce(self._runtime.mpi.IN_PLACE, mean.weights.numpy()))
+            return requests
 
         def finish() -> Tensor:
-            typed = weights.to(x.dtype)
-            mine = torch.empty(slice_, dtype=x.dtype)
-            kernels.ordered_sum(mine, incoming.view(self.size, slice_), typed)
-            mine.div_(typed.sum())
-            whole = torch.empty_like(incoming)
-            self.wait(self.porter.send_out(lambda: [self.comm.Iallgather(mine.numpy(), whole.numpy())]))
-            return whole[: x.numel()].view_as(x).to(x.device)
+            own, slices = mean.own_slice(), torch.empty_like(mean.incoming)
+            self.wait(self.progress.submit(lambda: [self.mpi_comm.Iallgather(own.numpy(), slices.numpy())]))
+            return mean.result(slices)
 
-        return MpiWork(self, self.porter.send_out(post), finish)
+        return _MpiWork(self, self.progress.submit(post), finish)
 
-    def all_reduce_(self, x: Tensor) -> MpiWork:
+    def all_reduce_(self, x: Tensor) -> _MpiWork:
         if x.device.type == "cpu":
-            return MpiWork(self, self._add_up(x.detach()), lambda: x)
+            return _MpiWork(self, self._all_reduce(x.detach()), lambda: x)
         host = x.detach().to("cpu")
-        return MpiWork(self, self._add_up(host), lambda: x.copy_(host))
+        return _MpiWork(self, self._all_reduce(host), lambda: x.copy_(host))
 
-    def neighbor_average(self, x: Tensor, row: dict[int, float]) -> MpiWork:
-        members, mine = sorted(row), x.detach().to("cpu").contiguous()
-        received = {member: mine if member == self.rank else torch.empty_like(mine) for member in members}
-        others = [member for member in members if member != self.rank]
-        self._bytes += len(others) * mine.numel() * mine.element_size()
+    def neighbor_average(self, x: Tensor, row: dict[int, float]) -> _MpiWork:
+        members, own = sorted(row), x.detach().to("cpu").contiguous()
+        received = {member: own if member == self.rank else torch.empty_like(own) for member in members}
+        neighbors = [member for member in members if member != self.rank]
+        self._bytes += len(neighbors) * own.numel() * own.element_size()
 
         def post() -> list[Any]:
-            coming = [self.comm.Irecv(received[member].numpy(), member, MIX) for member in others]
-            return coming + [self.comm.Isend(mine.numpy(), member, MIX) for member in others]
+            receives = [self.mpi_comm.Irecv(received[member].numpy(), member, NEIGHBOR) for member in neighbors]
+            return receives + [self.mpi_comm.Isend(own.numpy(), member, NEIGHBOR) for member in neighbors]
 
         def finish() -> Tensor:
-            out = received[others[0]]
-            kernels.mix(out, [received[member] for member in members], [row[member] for member in members])
-            return out.to(x.device)
+            return weighted_sum(received, row, out=received[neighbors[0]]).to(x.device)
 
-        return MpiWork(self, self.porter.send_out(post), finish)
+        return _MpiWork(self, self.progress.submit(post), finish)
 
     def broadcast(self, x: Tensor) -> None:
         if self.size > 1:
             host = x.detach().to("cpu")
-            self.wait(self.porter.send_out(lambda: [self.comm.Ibcast(host.numpy(), 0)]))
+            self.wait(self.progress.submit(lambda: [self.mpi_comm.Ibcast(host.numpy(), 0)]))
             self._bytes += host.numel() * host.element_size() if self.rank == 0 else 0
             if host.data_ptr() != x.data_ptr():
                 x.detach().copy_(host)
@@ -252,130 +237,88 @@ class MpiCommunicator:
     def node_group(self, like: Tensor) -> NodeGroup:
         return CollectiveNodeGroup(self)
 
-    # -- one-sided -------------------------------------------------------------------------------------------------
+    # -- shared vectors --------------------------------------------------------------------------------------------
 
     def publish(self, vector: Tensor) -> SharedWeights:
         kernels.compile_for(vector.dtype)
-        memory = self._board = LocalVectors([self.rank])
-        memory.publish(self.rank, vector.detach().to("cpu"))
-        board = memory.seen_by(self.rank)
-        shared_weights = SharedVector(board, self.rank)
-        self._agent = GossipThread(
-            shared_weights, board, self.size, b"", None, lambda member, why: self.membership.report(self.ranks[member], why)
-        )
-        others = [member for member in range(self.size) if member != self.rank]
-        self._callers = {member: MpiConnection(self, member, caller=True) for member in others}
-        for member, link in self._callers.items():
-            self._agent.traffic.invite(-1 - member, link)
-        self._partners = {member: MpiConnection(self, member, caller=False) for member in others}
-        if others:
-            self._listen()
-            self._agent.start()
+        local = LocalVectors([self.rank])
+        local.publish(self.rank, vector.detach().to("cpu"))
+        shared_weights = self._share(local.view(self.rank))
+        thread = self._gossip_thread
+        assert thread is not None
+        peers = [member for member in range(self.size) if member != self.rank]
+        self._clients = {member: MpiConnection(self, member, is_client=True) for member in peers}
+        self._partners = {member: MpiConnection(self, member, is_client=False) for member in peers}
+        for member, connection in self._clients.items():
+            thread.connections.add(-1 - member, connection)
+        if peers:  # they may send requests from now on
+            self._receive_header()
+            thread.start()
         return shared_weights
 
     def wake(self) -> None:
-        """Wakes this member's agent."""
-        board = self._board
-        if board is not None:
-            board.seen_by(self.rank).wake(self.rank)
+        """Wake this rank's gossip thread. Called by the MPI progress thread."""
+        vectors = self._vectors
+        if vectors is not None:
+            vectors.wake(self.rank)
 
-    def _listen(self) -> None:
-        """Takes the next head that anybody sends, and so on."""
-        head = np.empty(len(HEAD_FIELDS), dtype=np.int64)
+    def _receive_header(self) -> None:
+        """Post the receive of the next header from any rank; its completion posts the one after it."""
+        header = np.empty(len(HEADER_FIELDS), dtype=np.int64)
 
-        def came() -> None:
-            kind, number, nbytes, sender = MessageType(int(head[0])), *map(int, head[1:])
-            link = (self._partners if kind is MessageType.EXCHANGE else self._callers)[sender]
-            link.arrived(Message(kind, number, nbytes))
-            self._listen()
+        def on_header() -> None:
+            kind, number, nbytes, sender = MessageType(int(header[0])), *map(int, header[1:])
+            connections = self._partners if kind is MessageType.EXCHANGE else self._clients
+            connections[sender].deliver(Message(kind, number, nbytes))
+            self._receive_header()
             self.wake()
 
-        anybody = self._world.mpi.ANY_SOURCE
-        self._listening = self.porter.send_out(lambda: [self.comm.Irecv(head, anybody, HEAD)], came)
+        any_source = self._runtime.mpi.ANY_SOURCE
+        self._header_receive = self.progress.submit(lambda: [self.mpi_comm.Irecv(header, any_source, HEADER)], on_header)
 
-    def gossip(self, shared_weights: SharedWeights, matching: Matching, steps_per_exchange: float) -> BackgroundGossip:
-        assert self._agent is not None
+    def _connect_partners(self, thread: GossipThread, matching: Matching) -> int:
         partners = {member for edge in matching.edges if self.rank in edge for member in edge if member != self.rank}
         for member in sorted(partners):
-            self._agent.traffic.invite(member, self._partners[member])
-        if not self._agent.running:
-            self._agent.start()
-        self._agent.await_partners(len(partners), self.timeout_s)
-        self._agent.gossip(matching, steps_per_exchange)
-        return BackgroundGossip(self._agent, self.membership, self.ranks, self.rank, self.name, self.timeout_s, self.store)
+            thread.connections.add(member, self._partners[member])
+        return len(partners)
 
-    def remote_add(self, peer: int, d: Tensor) -> int:
-        d = d.detach().to("cpu").contiguous()
-        if peer == self.rank:
-            mine = self._published()
-            with mine.locked():
-                _, version = mine.count(writes=1)
-                mine.vector.add_(d)
-            return version - 1
-        self._bytes += d.numel() * d.element_size()
-        return self._call(peer, MessageType.ADD, bytes_of(d), None)
+    def _request_add(self, peer: int, d: Tensor) -> int:
+        return self._request(peer, MessageType.ADD, bytes_of(d), None)
 
-    def remote_get(self, peer: int, out: Tensor) -> int:
-        if peer == self.rank:
-            mine = self._published()
-            with mine.locked():
-                _, version = mine.count()
-                out.copy_(mine.vector)
-            return version
-        host = out.detach().to("cpu")
-        version = self._call(peer, MessageType.GET, None, bytes_of(host))
-        if host.data_ptr() != out.data_ptr():
-            out.copy_(host)
-        return version
+    def _request_get(self, peer: int, out: Tensor) -> int:
+        return self._request(peer, MessageType.GET, None, bytes_of(out))
 
-    def record(self, update_log: UpdateLog) -> None:
-        assert self._agent is not None
-        self._agent.update_log = update_log
-
-    def _published(self) -> SharedVector:
-        assert self._board is not None
-        return SharedVector(self._board.seen_by(self.rank), self.rank)
-
-    def _call(self, peer: int, kind: MessageType, payload: memoryview | None, out: memoryview | None) -> int:
-        """Asks a peer's agent and waits for its answer: the version of its vector."""
-        comm, answer = self.comm, np.empty(len(HEAD_FIELDS), dtype=np.int64)
-        head = np.array([kind, 0, len(payload) if payload is not None else 0, self.rank], dtype=np.int64)
+    def _request(self, peer: int, kind: MessageType, payload: memoryview | None, out: memoryview | None) -> int:
+        """Send a request to a peer's gossip thread and wait for the reply; return the version of its vector."""
+        mpi_comm, reply = self.mpi_comm, np.empty(len(HEADER_FIELDS), dtype=np.int64)
+        header = np.array([kind, 0, len(payload) if payload is not None else 0, self.rank], dtype=np.int64)
 
         def post() -> list[Any]:
-            posted = [comm.Irecv(answer, peer, ANSWER)]
+            requests = [mpi_comm.Irecv(reply, peer, REPLY)]
             if out is not None:
-                posted.append(comm.Irecv(out, peer, ANSWERED))
-            posted.append(comm.Isend(head, peer, HEAD))
+                requests.append(mpi_comm.Irecv(out, peer, REPLY_DATA))
+            requests.append(mpi_comm.Isend(header, peer, HEADER))
             if payload is not None:
-                posted.append(comm.Isend(payload, peer, CALL))
-            return posted
+                requests.append(mpi_comm.Isend(payload, peer, REQUEST))
+            return requests
 
-        with self._calling:  # answers carry no number: one question to a peer at a time
-            self.wait(self.porter.send_out(post))
-        return int(answer[1])
+        with self._request_lock:  # replies carry no request number, so there is one request at a time
+            self.wait(self.progress.submit(post))
+        return int(reply[1])
 
-    # -- parts and end ---------------------------------------------------------------------------------------------
+    # -- subgroups and end -----------------------------------------------------------------------------------------
 
     def new_group(self, ranks: Sequence[int], name: str) -> MpiCommunicator | None:
         if self.rank not in ranks:
             return None
-        members = [self.ranks[r] for r in ranks]
-        part_name, mine = f"{self.name}/{name}", list(ranks).index(self.rank)
-        return MpiCommunicator(self._world, self.store, members, mine, timeout_s=self.timeout_s, name=part_name)
-
-    def bytes_sent(self) -> int:
-        return self._bytes + (self._agent.traffic.sent_bytes if self._agent is not None else 0)
+        job_ranks, rank, name = self._subgroup(ranks, name)
+        return MpiCommunicator(self._runtime, self.store, job_ranks, rank, timeout_s=self.timeout_s, name=name)
 
     def close(self) -> None:
-        agent, self._agent, board, self._board = self._agent, None, self._board, None
-        if agent is not None:
-            self._bytes += agent.traffic.sent_bytes
-            agent.close()
-        if self._listening is not None:
-            listening, self._listening = self._listening, None
-            self.porter.drop(listening)
-        if board is not None:
-            board.close()
-        comm, self.comm = self.comm, None
-        if comm is not None and not self.broken:
-            self.porter.do(comm.Free)
+        self._close_gossip()
+        receive, self._header_receive = self._header_receive, None
+        if receive is not None:
+            self.progress.cancel(receive)
+        mpi_comm, self.mpi_comm = self.mpi_comm, None
+        if mpi_comm is not None and not self.broken:
+            self.progress.call(mpi_comm.Free)

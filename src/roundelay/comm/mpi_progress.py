@@ -1,9 +1,8 @@
-"""The porter: the one thread of a process that speaks MPI.
+"""The MPI progress thread: the only thread of a process that calls MPI.
 
-Open MPI moves nothing while nobody calls it, and waits by spinning. So one thread makes all calls, tests what is under way
-again and again, and sleeps in between: an all-reduce travels while the learner computes, whoever waits for it sleeps on a
-lock, and no thread level above MPI_THREAD_SERIALIZED is needed. The sleeps grow with the wait, a tenth of it at a time, up to
-a limit: soon after something happened they are short.
+Open MPI makes no progress unless it is called, and waits by spinning. So one thread makes all calls, tests the open requests
+again and again, and sleeps in between. Collectives progress while the rank computes, waiting threads sleep on an event, and
+MPI_THREAD_SERIALIZED is enough. Each sleep is a tenth of the time since the last progress, up to a limit.
 """
 
 from __future__ import annotations
@@ -19,117 +18,117 @@ from typing import Any
 
 from roundelay.errors import UsageError
 
-SHORTEST_S = 20e-6
-WAITED_FOR_S = 200e-6
-"""The longest sleep while a thread waits for something under way."""
-UNWATCHED_S = 1e-3
-"""The longest sleep while everybody computes."""
+MIN_SLEEP_S = 20e-6
+MAX_SLEEP_WAITING_S = 200e-6
+"""The longest sleep while a thread waits for a request."""
+MAX_SLEEP_IDLE_S = 1e-3
+"""The longest sleep while no thread waits."""
 
 
 class MpiRequestBatch:
-    """Something the porter was asked to do: requests that are posted together; done when all of them are."""
+    """MPI requests that are posted together; complete when all of them are."""
 
     def __init__(self, post: Callable[[], Sequence[Any]], then: Callable[[], None] | None = None) -> None:
         self.post, self.then = post, then
         self.finished = threading.Event()
         self.error: BaseException | None = None
-        self.open: list[Any] = []
-        self.left = 0
+        self.open = 0
+        """Requests that are not complete."""
 
 
 class MpiProgressThread:
-    """Runs errands. Posts are made in the order of `send_out`, as collectives need it."""
+    """Posts and tests MPI requests. Requests are posted in the order of `submit`, as collectives require."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
-        self._new: deque[MpiRequestBatch] = deque()
-        self._dropped: deque[MpiRequestBatch] = deque()
-        self._bell = threading.Event()
+        self._submitted: deque[MpiRequestBatch] = deque()
+        self._canceled: deque[MpiRequestBatch] = deque()
+        self._wake = threading.Event()
         self._requests: list[Any] = []
         self._owners: list[MpiRequestBatch] = []
-        self._waiting = 0
-        self._counting = threading.Lock()
+        self._waiting_threads = 0
+        self._lock = threading.Lock()
         self._quit = False
-        self._thread = threading.Thread(target=self._run, name="porter", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mpi-progress", daemon=True)
         self._thread.start()
 
-    def send_out(self, post: Callable[[], Sequence[Any]], then: Callable[[], None] | None = None) -> MpiRequestBatch:
-        """`post` is called by the porter and returns MPI requests; `then`, when all of them are complete."""
-        errand = MpiRequestBatch(post, then)
-        self._new.append(errand)
-        self._bell.set()
-        return errand
+    def submit(self, post: Callable[[], Sequence[Any]], then: Callable[[], None] | None = None) -> MpiRequestBatch:
+        """Have the progress thread call `post`, which returns MPI requests, and `then` when all of them are complete."""
+        batch = MpiRequestBatch(post, then)
+        self._submitted.append(batch)
+        self._wake.set()
+        return batch
 
-    def do(self, what: Callable[[], Any]) -> Any:
-        """The result of a call that does not wait for anybody else."""
-        found: list[Any] = []
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function on the progress thread and return its result. It must not wait for other ranks."""
+        results: list[Any] = []
 
         def post() -> Sequence[Any]:
-            found.append(what())
+            results.append(function())
             return ()
 
-        errand = self.send_out(post)
-        errand.finished.wait()
-        if errand.error is not None:
-            raise errand.error
-        return found[0]
+        batch = self.submit(post)
+        batch.finished.wait()
+        if batch.error is not None:
+            raise batch.error
+        return results[0]
 
-    def wait(self, errand: MpiRequestBatch, seconds: float) -> bool:
-        """Whether the errand has ended within that time."""
-        if errand.finished.is_set():
+    def wait(self, batch: MpiRequestBatch, timeout_s: float) -> bool:
+        """Block until the batch has finished; return whether it has within `timeout_s`."""
+        if batch.finished.is_set():
             return True
-        with self._counting:
-            self._waiting += 1
-        self._bell.set()  # from a long sleep into short ones
+        with self._lock:
+            self._waiting_threads += 1
+        self._wake.set()  # end a long sleep
         try:
-            return errand.finished.wait(seconds)
+            return batch.finished.wait(timeout_s)
         finally:
-            with self._counting:
-                self._waiting -= 1
+            with self._lock:
+                self._waiting_threads -= 1
 
-    def drop(self, errand: MpiRequestBatch) -> None:
-        """Takes back a receive that nobody will answer."""
-        self._dropped.append(errand)
-        self._bell.set()
-        errand.finished.wait(10.0)
+    def cancel(self, batch: MpiRequestBatch) -> None:
+        """Cancel a receive that will not be matched; block until it is canceled."""
+        self._canceled.append(batch)
+        self._wake.set()
+        batch.finished.wait(10.0)
 
     def stop(self) -> None:
         self._quit = True
-        self._bell.set()
+        self._wake.set()
         self._thread.join(10.0)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        quiet_since = time.perf_counter()
+        last_progress = time.perf_counter()
         while not self._quit:
-            moved = self._post() | self._test() | self._take_back()
+            progress = self._post() | self._test() | self._cancel()
             now = time.perf_counter()
-            if moved:
-                quiet_since = now
-            if self._new or self._dropped:
+            if progress:
+                last_progress = now
+            if self._submitted or self._canceled:
                 continue
             if not self._requests:
-                self._bell.wait()
+                self._wake.wait()
             else:
-                limit = WAITED_FOR_S if self._waiting else UNWATCHED_S
-                self._bell.wait(min(max((now - quiet_since) / 10, SHORTEST_S), limit))
-            self._bell.clear()
+                limit = MAX_SLEEP_WAITING_S if self._waiting_threads else MAX_SLEEP_IDLE_S
+                self._wake.wait(min(max((now - last_progress) / 10, MIN_SLEEP_S), limit))
+            self._wake.clear()
 
     def _post(self) -> bool:
         posted = False
-        while self._new:
-            errand, posted = self._new.popleft(), True
+        while self._submitted:
+            batch, posted = self._submitted.popleft(), True
             try:
-                errand.open = list(errand.post())
-            except BaseException as error:  # told to whoever waits
-                self._end(errand, error)
+                requests = list(batch.post())
+            except BaseException as error:  # raised by the waiting thread
+                self._finish(batch, error)
                 continue
-            errand.left = len(errand.open)
-            self._requests += errand.open
-            self._owners += [errand] * errand.left
-            if not errand.left:
-                self._end(errand)
+            batch.open = len(requests)
+            self._requests += requests
+            self._owners += [batch] * batch.open
+            if not batch.open:
+                self._finish(batch)
         return posted
 
     def _test(self) -> bool:
@@ -137,91 +136,92 @@ class MpiProgressThread:
             return False
         try:
             complete = self._mpi.Request.Testsome(self._requests)
-        except BaseException as error:  # of some request; MPI does not let us go on after it
-            for errand in dict.fromkeys(self._owners):
-                self._end(errand, error)
+        except BaseException as error:  # of one request; MPI cannot continue after it
+            for batch in dict.fromkeys(self._owners):
+                self._finish(batch, error)
             self._requests, self._owners = [], []
             return True
         if not complete:
             return False
-        ended = []
+        finished = []
         for index in complete:
-            self._owners[index].left -= 1
-            if not self._owners[index].left:
-                ended.append(self._owners[index])
-        gone = set(complete)
-        self._requests = [r for i, r in enumerate(self._requests) if i not in gone]
-        self._owners = [o for i, o in enumerate(self._owners) if i not in gone]
-        for errand in ended:
-            self._end(errand)
+            self._owners[index].open -= 1
+            if not self._owners[index].open:
+                finished.append(self._owners[index])
+        removed = set(complete)
+        self._requests = [r for i, r in enumerate(self._requests) if i not in removed]
+        self._owners = [o for i, o in enumerate(self._owners) if i not in removed]
+        for batch in finished:
+            self._finish(batch)
         return True
 
-    def _take_back(self) -> bool:
-        taken = False
-        while self._dropped:
-            errand, taken = self._dropped.popleft(), True
-            for index in [i for i, owner in enumerate(self._owners) if owner is errand][::-1]:
+    def _cancel(self) -> bool:
+        canceled = False
+        while self._canceled:
+            batch, canceled = self._canceled.popleft(), True
+            for index in [i for i, owner in enumerate(self._owners) if owner is batch][::-1]:
                 request = self._requests.pop(index)
                 self._owners.pop(index)
                 request.Cancel()
-                request.Wait()  # returns at once: what is cancelled is complete
-            errand.finished.set()
-        return taken
+                request.Wait()  # returns at once: a canceled request is complete
+            batch.finished.set()
+        return canceled
 
-    def _end(self, errand: MpiRequestBatch, error: BaseException | None = None) -> None:
-        errand.error = error
-        if error is None and errand.then is not None:
+    def _finish(self, batch: MpiRequestBatch, error: BaseException | None = None) -> None:
+        batch.error = error
+        if error is None and batch.then is not None:
             try:
-                errand.then()
-            except BaseException as mistake:  # told to whoever waits
-                errand.error = mistake
-        errand.finished.set()
+                batch.then()
+            except BaseException as then_error:  # raised by the waiting thread
+                batch.error = then_error
+        batch.finished.set()
 
 
 class MpiRuntime:
-    """MPI in this process: started once, and ended when the interpreter ends."""
+    """MPI in this process: initialized once, finalized or aborted when the interpreter exits."""
 
     def __init__(self) -> None:
-        self.mpi, self._ours = _start_mpi()
+        self.mpi, self._owns_mpi = _init_mpi()
         self.comm = self.mpi.COMM_WORLD
         self.rank, self.size = int(self.comm.rank), int(self.comm.size)
-        self.porter = MpiProgressThread(self.mpi)
+        self.progress = MpiProgressThread(self.mpi)
         self.exit_code = 0
-        """Not 0: something went wrong; instead of waiting for the others at the end, all are ended with this code."""
-        atexit.register(self._end)
+        """If not 0, the exit of this process aborts all ranks with this code instead of waiting for them."""
+        atexit.register(self._exit)
 
-    def _end(self) -> None:
+    def _exit(self) -> None:
         code = self.exit_code or (1 if getattr(sys, "last_value", None) is not None else 0)
         if self.mpi.Is_finalized():
             return
         if code:
             sys.stdout.flush()
             sys.stderr.flush()
-            self.porter.send_out(lambda: self.comm.Abort(code)).finished.wait(10.0)  # does not come back
+            self.progress.submit(lambda: self.comm.Abort(code)).finished.wait(10.0)  # does not return
             os._exit(code)
-        self.porter.stop()
-        if self._ours:
+        self.progress.stop()
+        if self._owns_mpi:
             self.mpi.Finalize()
 
 
-_world: MpiRuntime | None = None
+_runtime: MpiRuntime | None = None
 
 
 def mpi_runtime() -> MpiRuntime:
-    """This process's world; starts MPI at the first call, which all ranks must make."""
-    global _world
-    if _world is None:
-        _world = MpiRuntime()
-    return _world
+    """Return the MPI runtime of this process. The first call initializes MPI; all ranks must make it."""
+    global _runtime
+    if _runtime is None:
+        _runtime = MpiRuntime()
+    return _runtime
 
 
 def abort_mpi(code: int) -> None:
-    """This process leaves in the middle of things: at its end MPI is to end the others too, with this exit code."""
-    if _world is not None:
-        _world.exit_code = _world.exit_code or code
+    """Make the exit of this process abort all ranks with this exit code. Does nothing without MPI."""
+    if _runtime is not None:
+        _runtime.exit_code = _runtime.exit_code or code
 
 
-def _start_mpi() -> tuple[Any, bool]:
+def _init_mpi() -> tuple[Any, bool]:
+    """Return the MPI module and whether this call has initialized MPI."""
     try:
         import mpi4py
 
@@ -229,18 +229,18 @@ def _start_mpi() -> tuple[Any, bool]:
             mpi4py.rc.initialize = False
             mpi4py.rc.finalize = False
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the MPI library is not
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed, the MPI library is not
         raise UsageError(
             "backend=mpi needs mpi4py and an MPI library",
             where=str(error).splitlines()[0],
             hint="pip install 'roundelay[mpi]', or mpi4py built for your cluster's MPI; or choose another backend=…",
         ) from error
-    ours = not MPI.Is_initialized()
-    level = MPI.Init_thread(MPI.THREAD_MULTIPLE) if ours else MPI.Query_thread()
+    owns_mpi = not MPI.Is_initialized()
+    level = MPI.Init_thread(MPI.THREAD_MULTIPLE) if owns_mpi else MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:
         raise UsageError(
-            "this MPI library lets only the main thread call it",
+            "this MPI library allows only the main thread to call it",
             where=MPI.Get_library_version().splitlines()[0],
             hint="use an MPI library built with MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE, or another backend=…",
         )
-    return MPI, ours
+    return MPI, owns_mpi

@@ -15,8 +15,7 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -26,63 +25,69 @@ import torch
 from torch import Tensor
 
 from roundelay.core.contracts import Store
-from roundelay.errors import PeerLost, UsageError
+from roundelay.errors import UsageError
+from roundelay.fleet.store import wait_for_key
 
-HISTORY, VERSION, ENTERED, DONE = range(4)
-"""Counters of a header: reads and writes so far; writes so far; the round its agent has entered; the round last met."""
+SEQUENCE, VERSION, CURRENT_ROUND, COMPLETED_ROUND = range(4)
+"""Counters of a header: accesses, writes, the round its gossip thread has entered, the last round it has completed."""
 HEADER_SLOTS = 8
+PAGE = 4096
 
 
 class SharedVectors(Protocol):
-    """What an agent needs of shared memory."""
+    """The shared vectors of one node, as seen by one rank."""
 
     rank: int
 
     @property
     def here(self) -> Sequence[int]:
-        """Members whose vectors are on this board."""
+        """Ranks whose vectors are shared."""
 
     def vector(self, rank: int) -> Tensor: ...
 
     def header(self, rank: int) -> np.ndarray: ...
 
     def lock(self, rank: int) -> AbstractContextManager[None]:
-        """The lock of a vector, for the calling thread."""
+        """Lock a vector for the calling thread. Take the locks of two vectors in rank order."""
 
     def wake(self, rank: int) -> None:
-        """Wakes the agent of that member."""
+        """Wake the gossip thread of a rank. Does not block."""
 
     def wakeups(self) -> socket.socket:
-        """Becomes readable when somebody woke this member's agent."""
+        """Return the socket that becomes readable when this rank's gossip thread is woken."""
 
-    def alive(self, rank: int) -> bool: ...
+    def alive(self, rank: int) -> bool:
+        """Return whether the process of a rank lives and has not closed its vectors."""
 
     def close(self) -> None: ...
 
 
 class SharedVector:
-    """A published vector on a board."""
+    """The shared vector of one rank."""
 
-    def __init__(self, board: SharedVectors, rank: int) -> None:
-        self.board, self.rank = board, rank
-        self.vector = board.vector(rank)
-        self._header = board.header(rank)
+    def __init__(self, vectors: SharedVectors, rank: int) -> None:
+        self.vectors, self.rank = vectors, rank
+        self.vector = vectors.vector(rank)
+        self._header = vectors.header(rank)
 
     def locked(self) -> AbstractContextManager[None]:
-        return self.board.lock(self.rank)
+        return self.vectors.lock(self.rank)
 
     def count(self, writes: int = 0) -> tuple[int, int]:
-        self._header[HISTORY] += 1
+        self._header[SEQUENCE] += 1
         self._header[VERSION] += writes
-        return int(self._header[HISTORY]), int(self._header[VERSION])
+        return int(self._header[SEQUENCE]), int(self._header[VERSION])
 
     @property
     def version(self) -> int:
         return int(self._header[VERSION])
 
 
+# -- wake-ups ----------------------------------------------------------------------------------------------------------
+
+
 class Wakeups:
-    """One byte sent is one wake-up; many unread ones are as good as one."""
+    """A socket pair that wakes a thread. Several unread wake-ups count as one."""
 
     def __init__(self) -> None:
         self.receiving, self._sending = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -98,7 +103,7 @@ class Wakeups:
 
 
 def wake_socket(sending: socket.socket) -> None:
-    """Sends a wake-up; where the queue is full the sleeper has enough of them, and a sleeper that is gone needs none."""
+    """Send a wake-up. A full queue already holds one, and a closed receiver needs none."""
     try:
         sending.send(b"!")
     except OSError:
@@ -106,7 +111,7 @@ def wake_socket(sending: socket.socket) -> None:
 
 
 def drain_socket(receiving: socket.socket) -> None:
-    """Throws unread wake-ups away."""
+    """Discard unread wake-ups."""
     try:
         while receiving.recv(64):
             pass
@@ -114,87 +119,86 @@ def drain_socket(receiving: socket.socket) -> None:
         return
 
 
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
 class LocalVectors:
-    """A board in the memory of one process: for threads, or for a learner with nobody else on its machine."""
+    """Vectors in the memory of one process: for threads, or for a rank that is alone on its node."""
 
     def __init__(self, here: Sequence[int]) -> None:
         self.here = list(here)
-        self._vectors: dict[int, Tensor] = {}
-        self._headers = {rank: np.zeros(HEADER_SLOTS, dtype=np.int64) for rank in here}
-        for header in self._headers.values():
-            header[ENTERED] = header[DONE] = -1
-        self._locks = {rank: threading.Lock() for rank in here}
-        self._wakeups = {rank: Wakeups() for rank in here}
-        self._gone: set[int] = set()
+        self.vectors: dict[int, Tensor] = {}
+        self.headers = {rank: np.zeros(HEADER_SLOTS, dtype=np.int64) for rank in here}
+        for header in self.headers.values():
+            header[CURRENT_ROUND] = header[COMPLETED_ROUND] = -1
+        self.locks = {rank: threading.Lock() for rank in here}
+        self.wakeups = {rank: Wakeups() for rank in here}
+        self._closed: set[int] = set()
 
     def publish(self, rank: int, vector: Tensor) -> None:
-        self._vectors[rank] = vector.detach().clone()
+        self.vectors[rank] = vector.detach().clone()
 
-    def seen_by(self, rank: int) -> LocalVectorsView:
+    def view(self, rank: int) -> LocalVectorsView:
         return LocalVectorsView(self, rank)
 
-    def close(self) -> None:
-        for wakeups in self._wakeups.values():
-            wakeups.close()
+    def alive(self, rank: int) -> bool:
+        return rank not in self._closed
+
+    def close(self, rank: int) -> None:
+        """Mark a rank as closed; the last one closes the wake-up sockets."""
+        self._closed.add(rank)
+        if len(self._closed) == len(self.here):
+            for wakeups in self.wakeups.values():
+                wakeups.close()
 
 
 class LocalVectorsView:
-    """A MemoryBoard as one of its members sees it."""
+    """`LocalVectors` as seen by one rank."""
 
-    def __init__(self, board: LocalVectors, rank: int) -> None:
-        self._board, self.rank, self.here = board, rank, board.here
+    def __init__(self, owner: LocalVectors, rank: int) -> None:
+        self._owner, self.rank, self.here = owner, rank, owner.here
 
     def vector(self, rank: int) -> Tensor:
-        return self._board._vectors[rank]
+        return self._owner.vectors[rank]
 
     def header(self, rank: int) -> np.ndarray:
-        return self._board._headers[rank]
+        return self._owner.headers[rank]
 
-    @contextmanager
-    def lock(self, rank: int) -> Iterator[None]:
-        with self._board._locks[rank]:
-            yield
+    def lock(self, rank: int) -> AbstractContextManager[None]:
+        return _locked(self._owner.locks[rank])
 
     def wake(self, rank: int) -> None:
-        self._board._wakeups[rank].wake()
+        self._owner.wakeups[rank].wake()
 
     def wakeups(self) -> socket.socket:
-        return self._board._wakeups[self.rank].receiving
+        return self._owner.wakeups[self.rank].receiving
 
     def alive(self, rank: int) -> bool:
-        return rank not in self._board._gone
+        return self._owner.alive(rank)
 
     def close(self) -> None:
-        self._board._gone.add(self.rank)
+        self._owner.close(self.rank)
 
 
-PAGE = 4096
+@contextmanager
+def _locked(lock: threading.Lock) -> Iterator[None]:
+    with lock:
+        yield
 
 
-def wait_for(store: Store, key: str, timeout_s: float, rank: int, enough: Callable[[str], bool] = bool) -> str:
-    """What the store holds under this key, once there is something and it is enough."""
-    deadline = time.monotonic() + timeout_s
-    while (found := store.get(key)) is None or not enough(found):
-        if time.monotonic() > deadline:
-            raise PeerLost(
-                f"the learners of this machine did not all come to share memory in {timeout_s:.0f} s",
-                where=f"rank {rank}, waiting for {key}",
-                hint="look at the logs of the other ranks of this machine; raise timeout_s if they start slowly",
-            )
-        time.sleep(0.005)
-    return found
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def shared_folder(store: Store, name: str, rank: int, makes_it: bool, timeout_s: float) -> Path:
-    """A folder on the memory file system that all of `name` know; one of them makes it."""
-    if makes_it:
+def shared_folder(store: Store, name: str, rank: int, is_creator: bool, timeout_s: float) -> Path:
+    """Return a folder on the memory file system; one rank creates it, all other ranks wait for its path in the store."""
+    if is_creator:
         root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         store.set(f"{name}/folder", tempfile.mkdtemp(prefix="roundelay-", dir=root))
-    return Path(wait_for(store, f"{name}/folder", timeout_s, rank))
+    return Path(wait_for_key(store, f"{name}/folder", timeout_s, rank))
 
 
 def allocate(path: Path, nbytes: int, rank: int) -> None:
-    """A file of that size whose memory is really there: a full memory file system is an error now, not a SIGBUS later."""
+    """Create a file whose memory is reserved, so that a full file system raises here and not as SIGBUS on first use."""
     with open(path, "wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -207,45 +211,48 @@ def allocate(path: Path, nbytes: int, rank: int) -> None:
 
 
 class ShmVectors:
-    """The board of one machine; `here` are its members, `vector` what this one publishes."""
+    """Vectors in shared memory between the processes of one node. Collective: all ranks `here` must construct it.
+
+    `vector` is the initial value of this rank's vector. Raises PeerLost if the other ranks do not join within `timeout_s`.
+    """
 
     def __init__(self, here: Sequence[int], rank: int, vector: Tensor, store: Store, name: str, timeout_s: float) -> None:
         self.here, self.rank = list(here), rank
         self._timeout_s = timeout_s
         self._vectors: dict[int, Tensor] = {}
         self._headers: dict[int, np.ndarray] = {}
-        self._descriptors = threading.local()
+        self._per_thread = threading.local()
         self._files: dict[int, int] = {}
-        self._living: dict[int, int] = {}
+        self._liveness: dict[int, int] = {}
         self._wake: dict[int, socket.socket] = {}
         folder = shared_folder(store, name, rank, rank == min(self.here), timeout_s)
         nbytes = PAGE + vector.numel() * vector.element_size()
-        mine = folder / f"w-{rank}"
-        allocate(mine, nbytes, rank)
+        own_file = folder / f"w-{rank}"
+        allocate(own_file, nbytes, rank)
         self._alive = os.open(folder / f"alive-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._alive, fcntl.LOCK_EX)
         self._receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._receiving.bind(str(folder / f"wake-{rank}"))
         self._receiving.setblocking(False)
-        self._map(rank, mine, vector)
+        self._map(rank, own_file, vector)
         self._vectors[rank].copy_(vector)
-        self._headers[rank][[ENTERED, DONE]] = -1
-        self._meet(store, f"{name}/ready")
+        self._headers[rank][[CURRENT_ROUND, COMPLETED_ROUND]] = -1
+        self._barrier(store, f"{name}/ready")
         for peer in self.here:
             if peer != rank:
                 self._map(peer, folder / f"w-{peer}", vector)
-            self._living[peer] = os.open(folder / f"alive-{peer}", os.O_RDWR)
+            self._liveness[peer] = os.open(folder / f"alive-{peer}", os.O_RDWR)
             sending = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             sending.connect(str(folder / f"wake-{peer}"))
             sending.setblocking(False)
             self._wake[peer] = sending
-        self._meet(store, f"{name}/mapped")
+        self._barrier(store, f"{name}/mapped")
         if rank == min(self.here):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _meet(self, store: Store, key: str) -> None:
+    def _barrier(self, store: Store, key: str) -> None:
         store.add(key, 1)
-        wait_for(store, key, self._timeout_s, self.rank, lambda come: int(come) >= len(self.here))
+        wait_for_key(store, key, self._timeout_s, self.rank, lambda count: int(count) >= len(self.here))
 
     def _map(self, rank: int, path: Path, like: Tensor) -> None:
         self._files[rank] = os.open(path, os.O_RDWR)
@@ -262,14 +269,14 @@ class ShmVectors:
     @contextmanager
     def lock(self, rank: int) -> Iterator[None]:
         # flock belongs to an open file, so every thread opens its own: then it excludes threads as well as processes
-        opened: dict[int, int] = self._descriptors.__dict__.setdefault("opened", {})
-        if rank not in opened:
-            opened[rank] = os.open(f"/proc/self/fd/{self._files[rank]}", os.O_RDWR)
-        fcntl.flock(opened[rank], fcntl.LOCK_EX)
+        descriptors: dict[int, int] = self._per_thread.__dict__.setdefault("descriptors", {})
+        if rank not in descriptors:
+            descriptors[rank] = os.open(f"/proc/self/fd/{self._files[rank]}", os.O_RDWR)
+        fcntl.flock(descriptors[rank], fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(opened[rank], fcntl.LOCK_UN)
+            fcntl.flock(descriptors[rank], fcntl.LOCK_UN)
 
     def wake(self, rank: int) -> None:
         wake_socket(self._wake[rank])
@@ -279,10 +286,10 @@ class ShmVectors:
 
     def alive(self, rank: int) -> bool:
         try:
-            fcntl.flock(self._living[rank], fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(self._liveness[rank], fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        fcntl.flock(self._living[rank], fcntl.LOCK_UN)
+        fcntl.flock(self._liveness[rank], fcntl.LOCK_UN)
         return False
 
     def close(self) -> None:
@@ -290,6 +297,6 @@ class ShmVectors:
         self._receiving.close()
         for sending in self._wake.values():
             sending.close()
-        for fd in [*self._files.values(), *self._living.values(), self._alive]:
+        for fd in [*self._files.values(), *self._liveness.values(), self._alive]:
             os.close(fd)
-        self._files, self._living = {}, {}
+        self._files, self._liveness = {}, {}

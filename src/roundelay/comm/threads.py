@@ -1,7 +1,7 @@
-"""Threads of one process: for tests and laptops; size 1 is plain training.
+"""Ranks as threads of one process: for tests and laptops. A group of size 1 is plain training.
 
-The rendezvous is one table: whoever arrives last works out the result, everybody takes a copy. Sums are in rank order, so
-this backend is always exact.
+The last rank to call a collective computes the result, and every rank takes a copy. Sums are in rank order, so this backend is
+always deterministic.
 """
 
 from __future__ import annotations
@@ -10,175 +10,137 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from roundelay.comm.gossip.handle import BackgroundGossip
-from roundelay.comm.gossip.thread import GossipThread
+from roundelay.comm.base import GossipCommunicator, all_reduce_bytes, plain_sum, weighted_mean, weighted_sum
 from roundelay.comm.node_group import CollectiveNodeGroup
-from roundelay.comm.shared_memory import LocalVectors, SharedVector
+from roundelay.comm.shared_memory import LocalVectors
 from roundelay.core import kernels
-from roundelay.core.contracts import Matching, SharedWeights
-from roundelay.core.update_log import Op, UpdateLog
+from roundelay.core.contracts import SharedWeights
 from roundelay.errors import PeerLost
 from roundelay.fleet.membership import StoreMembership
 from roundelay.fleet.store import LocalStore
 
 
-def weighted_mean(brought: dict[int, tuple[Tensor, float | None]]) -> Tensor:
-    """The mean of what members brought with their weights, added in rank order: the same bits wherever it is done."""
-    x, size = brought[0][0], len(brought)
-    xs = torch.stack([brought[r][0].reshape(-1) for r in range(size)])
-    given = [brought[r][1] for r in range(size)]
-    weights = torch.tensor([1.0 if weight is None else weight for weight in given], dtype=x.dtype)
-    out = torch.empty_like(xs[0])
-    kernels.ordered_sum(out, xs, weights)
-    return out.div_(weights.sum()).view_as(x)
-
-
-def plain_sum(brought: dict[int, Tensor]) -> Tensor:
-    """The sum of what members brought, added in rank order."""
-    xs = torch.stack([brought[r] for r in range(len(brought))])
-    out = torch.empty_like(xs[0])
-    kernels.ordered_sum(out, xs, torch.ones(len(brought), dtype=xs.dtype))
-    return out
-
-
-def weighted_sum(brought: dict[int, Tensor], row: dict[int, float]) -> Tensor:
-    """One member's weighted sum over itself and its neighbours, added in rank order."""
-    members = sorted(row)
-    out = torch.empty_like(brought[members[0]])
-    kernels.mix(out, [brought[m] for m in members], [row[m] for m in members])
-    return out
-
-
 class ThreadGroup:
-    """What the threads of one job share."""
+    """State shared by the threads of one job."""
 
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.size, self.timeout_s = size, timeout_s
         self.store = LocalStore()
-        self.tables: dict[str, _MeetingPoint] = {}
-        self.lock = threading.Lock()
+        self._tables: dict[str, _CollectiveTable] = {}
+        self._lock = threading.Lock()
 
     def comm(self, rank: int) -> ThreadCommunicator:
+        """Return the communicator of one rank."""
         return ThreadCommunicator(self, range(self.size), rank, "all")
 
-    def table(self, name: str, size: int) -> _MeetingPoint:
-        with self.lock:
-            return self.tables.setdefault(name, _MeetingPoint(size, self.timeout_s))
+    def table(self, name: str, size: int) -> _CollectiveTable:
+        """Return the collectives of the group `name`; the first call creates them."""
+        with self._lock:
+            return self._tables.setdefault(name, _CollectiveTable(size, self.timeout_s))
 
-    def fail(self, rank: int, why: str) -> None:
-        """A thread has ended in an error: nobody may wait for it."""
-        StoreMembership(self.store).report(rank, why)
-        for table in list(self.tables.values()):
-            table.fail(rank, why)
+    def fail(self, rank: int, reason: str) -> None:
+        """Report that a rank's thread has failed; ranks that wait for it in a collective raise PeerLost."""
+        StoreMembership(self.store).report(rank, reason)
+        for table in list(self._tables.values()):
+            table.fail(rank, reason)
 
 
-class _MeetingPoint:
-    """Where the members of one group put what they bring to a rendezvous."""
+class _CollectiveTable:
+    """The inputs and results of the collectives of one group, by their number."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        self.size, self.timeout_s = size, timeout_s
-        self.changed = threading.Condition()
-        self.brought: dict[int, dict[int, Any]] = {}
-        self.results: dict[int, Any] = {}
-        self.taken: dict[int, int] = {}
-        self.failed: tuple[int, str] | None = None
-        self.board: LocalVectors | None = None
+        self._size, self._timeout_s = size, timeout_s
+        self._changed = threading.Condition()
+        self._inputs: dict[int, dict[int, Any]] = {}
+        self._results: dict[int, Any] = {}
+        self._readers: dict[int, int] = {}
+        self._failed: tuple[int, str] | None = None
 
-    def bring(self, number: int, rank: int, what: Any, combine: Callable[[dict[int, Any]], Any]) -> None:
-        with self.changed:
-            brought = self.brought.setdefault(number, {})
-            brought[rank] = what
-            if len(brought) == self.size:
-                self.results[number] = combine(brought)
-                del self.brought[number]
-                self.changed.notify_all()
+    def put(self, number: int, rank: int, value: Any, combine: Callable[[dict[int, Any]], Any]) -> None:
+        """Add the input of one rank; the last input computes the result."""
+        with self._changed:
+            inputs = self._inputs.setdefault(number, {})
+            inputs[rank] = value
+            if len(inputs) == self._size:
+                self._results[number] = combine(inputs)
+                del self._inputs[number]
+                self._changed.notify_all()
 
-    def take(self, number: int, rank: int) -> Any:
-        with self.changed:
-            while number not in self.results:
-                if self.failed is not None:
+    def is_complete(self, number: int) -> bool:
+        return number in self._results
+
+    def get(self, number: int, rank: int) -> Any:
+        """Block until the result is available and return it. Every rank must call this once."""
+        with self._changed:
+            while number not in self._results:
+                if self._failed is not None:
                     raise PeerLost(
-                        f"rank {self.failed[0]} was lost: {self.failed[1]}",
+                        f"rank {self._failed[0]} was lost: {self._failed[1]}",
                         where=f"rank {rank}",
                         hint="see its error above",
                     )
-                if not self.changed.wait(self.timeout_s):
-                    missing = sorted(set(range(self.size)) - set(self.brought.get(number, {})))
+                if not self._changed.wait(self._timeout_s):
+                    missing = sorted(set(range(self._size)) - set(self._inputs.get(number, {})))
                     raise PeerLost(
-                        f"ranks {missing} did not come to rendezvous {number} in {self.timeout_s:.0f} s",
+                        f"ranks {missing} did not call collective {number} within {self._timeout_s:.0f} s",
                         where=f"rank {rank}",
                     )
-            result = self.results[number]
-            self.taken[number] = self.taken.get(number, 0) + 1
-            if self.taken[number] == self.size:
-                del self.results[number], self.taken[number]
+            result = self._results[number]
+            self._readers[number] = self._readers.get(number, 0) + 1
+            if self._readers[number] == self._size:
+                del self._results[number], self._readers[number]
             return result
 
-    def fail(self, rank: int, why: str) -> None:
-        with self.changed:
-            self.failed = self.failed or (rank, why)
-            self.changed.notify_all()
+    def fail(self, rank: int, reason: str) -> None:
+        with self._changed:
+            self._failed = self._failed or (rank, reason)
+            self._changed.notify_all()
 
 
 class _ThreadWork:
-    def __init__(self, take: Callable[[], Tensor], ready: Callable[[], bool]) -> None:
-        self._take, self._ready = take, ready
+    """A collective in progress."""
+
+    def __init__(self, wait: Callable[[], Tensor], is_done: Callable[[], bool]) -> None:
+        self.wait, self._is_done = wait, is_done
 
     @property
     def done(self) -> bool:
-        return self._ready()
-
-    def wait(self) -> Tensor:
-        return self._take()
+        return self._is_done()
 
 
-class ThreadCommunicator:
-    """One thread's view."""
+class ThreadCommunicator(GossipCommunicator):
+    """The communicator of one thread."""
 
     def __init__(self, threads: ThreadGroup, ranks: Sequence[int], rank: int, name: str) -> None:
-        self._threads, self.ranks, self.rank, self.size, self.name = threads, list(ranks), rank, len(ranks), name
-        self.store = threads.store
-        self.membership = StoreMembership(threads.store)
+        super().__init__(threads.store, ranks, rank, name, threads.timeout_s)
+        self._threads = threads
         self._table = threads.table(name, self.size)
         self._number = 0
-        self._agent: GossipThread | None = None
-        self._update_log: UpdateLog | None = None
-        self._bytes = 0
 
-    def live_ranks(self) -> list[int]:
-        dead = self.membership.failed_ranks()
-        return [m for m in range(self.size) if self.ranks[m] not in dead]
-
-    def _rendezvous(self, what: Any, combine: Callable[[dict[int, Any]], Any]) -> Callable[[], Any]:
+    def _start(self, value: Any, combine: Callable[[dict[int, Any]], Any], finish: Callable[[Any], Any]) -> _ThreadWork:
+        """Start a collective: `combine` gets the values of all ranks, `finish` makes this rank's result of the common one."""
         self._number += 1
-        number = self._number
-        self._table.bring(number, self.rank, what, combine)
-        return lambda: self._table.take(number, self.rank)
-
-    def _pending(self, what: Any, combine: Callable[[dict[int, Any]], Any], finish: Callable[[Any], Tensor]) -> _ThreadWork:
-        number = self._number + 1
-        take = self._rendezvous(what, combine)
-        return _ThreadWork(lambda: finish(take()), lambda: number in self._table.results)
+        number, table = self._number, self._table
+        table.put(number, self.rank, value, combine)
+        return _ThreadWork(lambda: finish(table.get(number, self.rank)), lambda: table.is_complete(number))
 
     def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> _ThreadWork:
-        self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
-        return self._pending((x, weight), weighted_mean, lambda result: result.clone())
+        self._bytes += all_reduce_bytes(x, self.size)
+        return self._start((x, weight), weighted_mean, lambda result: result.clone())
 
     def all_reduce_(self, x: Tensor) -> _ThreadWork:
-        self._bytes += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
-        return self._pending(x, plain_sum, lambda result: x.copy_(result))
+        self._bytes += all_reduce_bytes(x, self.size)
+        return self._start(x, plain_sum, lambda result: x.copy_(result))
 
     def neighbor_average(self, x: Tensor, row: dict[int, float]) -> _ThreadWork:
-        # The copy is taken here, since a neighbour may read it after this member has moved on.
         self._bytes += x.numel() * x.element_size() * (len(row) - 1)
-
-        return self._pending(x.clone(), lambda brought: dict(brought), lambda brought: weighted_sum(brought, row))
+        # a copy, since a neighbor may read it after this rank has changed x
+        return self._start(x.clone(), lambda inputs: dict(inputs), lambda inputs: weighted_sum(inputs, row))
 
     def broadcast(self, x: Tensor) -> None:
-        result = self._rendezvous(x, lambda brought: brought[0].clone())()
+        result = self._start(x, lambda inputs: inputs[0].clone(), lambda result: result).wait()
         if self.rank != 0:
             x.copy_(result)
 
@@ -188,61 +150,21 @@ class ThreadCommunicator:
     def publish(self, vector: Tensor) -> SharedWeights:
         kernels.compile_for(vector.dtype)
 
-        def combine(brought: dict[int, Any]) -> LocalVectors:
-            board = LocalVectors(range(self.size))
-            for rank, v in brought.items():
-                board.publish(rank, v)
-            return board
+        def combine(inputs: dict[int, Any]) -> LocalVectors:
+            vectors = LocalVectors(range(self.size))
+            for rank, value in inputs.items():
+                vectors.publish(rank, value)
+            return vectors
 
-        self._board = self._rendezvous(vector, combine)().seen_by(self.rank)
-        return SharedVector(self._board, self.rank)
-
-    def gossip(self, shared_weights: SharedWeights, matching: Matching, steps_per_exchange: float) -> BackgroundGossip:
-        assert isinstance(shared_weights, SharedVector)
-        self._agent = GossipThread(
-            shared_weights, self._board, self.size, b"", None, lambda r, why: self.membership.report(self.ranks[r], why)
-        )
-        self._agent.update_log = self._update_log
-        self._agent.start()
-        self._agent.gossip(matching, steps_per_exchange)
-        return BackgroundGossip(
-            self._agent, self.membership, self.ranks, self.rank, self.name, self._threads.timeout_s, self.store
-        )
+        return self._share(self._start(vector, combine, lambda vectors: vectors.view(self.rank)).wait())  # type: ignore[arg-type]
 
     def remote_add(self, peer: int, d: Tensor) -> int:
-        theirs = SharedVector(self._board, peer)
-        with theirs.locked():
-            number, version = theirs.count(writes=1)
-            if self._update_log is not None:
-                self._update_log.append(Op.REMOTE_ADD, peer, number, self.rank)
-            theirs.vector.add_(d)
+        version = super().remote_add(peer, d)
         self._bytes += d.numel() * d.element_size()
-        return version - 1
-
-    def remote_get(self, peer: int, out: Tensor) -> int:
-        theirs = SharedVector(self._board, peer)
-        with theirs.locked():
-            number, version = theirs.count()
-            if self._update_log is not None:
-                self._update_log.append(Op.REMOTE_GET, peer, number, self.rank)
-            out.copy_(theirs.vector)
         return version
 
-    def record(self, update_log: UpdateLog) -> None:
-        self._update_log = update_log
-
     def new_group(self, ranks: Sequence[int], name: str) -> ThreadCommunicator | None:
-        if self.rank not in ranks:
-            return None
-        return ThreadCommunicator(
-            self._threads, [self.ranks[r] for r in ranks], list(ranks).index(self.rank), f"{self.name}/{name}"
-        )
-
-    def bytes_sent(self) -> int:
-        return self._bytes
+        return ThreadCommunicator(self._threads, *self._subgroup(ranks, name)) if self.rank in ranks else None
 
     def close(self) -> None:
-        agent, self._agent = self._agent, None
-        if agent is not None:
-            agent.close()
-            self._board.close()
+        self._close_gossip()

@@ -2,6 +2,8 @@
 
 `Communicator`, `Store`, `Membership`, `SharedWeights`, `NodeGroup`: what a communication backend must offer.
 `Runtime`: clock, RNG, compute and background threads; real or simulated. `Task`: what a user trains.
+
+A method described as *collective* must be called by all ranks of the group, in the same order. It may block until they have.
 """
 
 from __future__ import annotations
@@ -18,23 +20,23 @@ from roundelay.core.update_log import UpdateLog
 
 @runtime_checkable
 class Task(Protocol):
-    """Anything that can be trained."""
+    """A model, its data and its loss: what a user writes to train something."""
 
     @property
     def samples(self) -> int:
         """Training samples in one epoch."""
 
     def build(self) -> nn.Module:
-        """The module, initialised; the same on every learner (the engine copies rank 0's weights to be sure)."""
+        """Return the initialized module. It should be equal on all ranks; the engine copies the weights of rank 0 anyway."""
 
     def batch(self, epoch: int, start: int, stop: int) -> Any:
-        """The samples at places start <= place < stop of the epoch's order; 0 <= start < stop <= samples."""
+        """Return the samples start <= i < stop of the epoch's order, with 0 <= start < stop <= samples."""
 
     def loss(self, module: nn.Module, batch: Any) -> Tensor:
-        """The mean loss over the batch's samples, ready for backward()."""
+        """Return the mean loss over the batch's samples, ready for backward()."""
 
     def evaluate(self, module: nn.Module, part: int, parts: int) -> dict[str, tuple[float, float]]:
-        """Held-out metrics over the part-th of `parts` equal shares: name -> (sum, count). 'loss' must be among them."""
+        """Return validation metrics of one of `parts` equal parts of the data: name -> (sum, count). 'loss' is required."""
 
 
 C = TypeVar("C")
@@ -54,160 +56,162 @@ class EventWriter(Protocol):
 
 
 class Prefetcher(Protocol[C_co]):
-    """Work that is prepared while other work is done."""
+    """An iterator over claims and their prepared batches; the next ones are prepared in the background."""
 
     @property
     def last_s(self) -> float:
-        """How long the last piece was waited for though it was claimed."""
+        """Seconds the last item was waited for after it had been claimed."""
 
     def __iter__(self) -> Generator[tuple[C_co, Any], None, None]: ...
 
 
 class Runtime(Protocol):
-    """One learner's host."""
+    """Services of one rank that can be simulated: clock, RNG, timing of compute, background threads, event log."""
 
     def clock(self) -> float:
-        """Seconds, from any beginning."""
+        """Return seconds since an arbitrary start."""
 
     def cpu_s(self) -> float:
-        """CPU seconds this learner has used."""
+        """Return the CPU seconds this rank has used."""
 
     def stamp(self) -> str:
-        """The time as the lines of a log begin with it."""
+        """Return the time as printed at the beginning of log lines."""
 
     def seed_init(self, number: int) -> None:
-        """Torch's own dice membership from this number: first weights, the same for all learners."""
+        """Seed torch's global RNG before the module is built; the same seed on every rank."""
 
     def seed_rank(self, number: int) -> None:
-        """From now on the learner's dice (dropout and the like) membership from this number."""
+        """Seed this rank's RNG, which dropout and the like use from now on."""
 
     def rng_state(self) -> Tensor:
-        """The state of the learner's dice, for a checkpoint."""
+        """Return the state of this rank's RNG, for a checkpoint."""
 
     def set_rng_state(self, state: Tensor) -> None: ...
 
     def rng_scope(self) -> AbstractContextManager[object]:
-        """Inside, torch's dice are this learner's."""
+        """Make torch's global RNG this rank's RNG inside the context."""
 
     def compute(self, gradient: Callable[[], float], samples: int, slow: float) -> float:
-        """Runs forward and backward on so many samples and returns the loss; `slow` times as long as usual."""
+        """Run forward and backward on `samples` samples and return the loss; take `slow` times as long as usual."""
 
     def prefetch(
         self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int
     ) -> Prefetcher[C]:
-        """The claims with what `prepare` makes of each, claimed and made in the background by so many loaders."""
+        """Return an iterator over (claim, prepare(claim)). `loaders` background workers draw and prepare claims in advance."""
 
-    def start_periodic(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
-        """Calls `look` every so often in the background, or `hear` when somebody has died and that is known without looking.
-        Returns what ends it."""
+    def start_periodic(self, poll: Callable[[], None], on_failure: Callable[[], None], every_s: float) -> Callable[[], None]:
+        """Call poll() every `every_s` seconds on a background thread; return a function that stops it.
+
+        A runtime that is notified of failed ranks calls on_failure() at once instead of polling.
+        """
 
     def events(self, path: Path | None, rank: int) -> EventWriter:
-        """Where this learner's events go."""
+        """Return the event log of this rank."""
 
     def owns_terminal(self, rank: int) -> bool:
-        """Whether this learner writes a log of its own and listens to signals."""
+        """Return whether this rank writes its own log and handles signals."""
 
 
 class Matching(Protocol):
-    """Who meets whom in which round."""
+    """The pairs of each gossip round: a pure function of the round's number."""
 
     @property
     def edges(self) -> frozenset[tuple[int, int]]:
-        """The pairs that can ever meet, lower rank first."""
+        """All pairs that any round may contain, lower rank first."""
 
     def __call__(self, round: int) -> Sequence[int]:
-        """The partner of every member; a member that sits out is its own partner."""
+        """Return the partner of every rank; a rank without a partner in this round is its own partner."""
 
 
 class Work(Protocol):
-    """Something under way."""
+    """A collective in progress, like torch.distributed.Work."""
 
     @property
     def done(self) -> bool:
-        """Whether wait() would return at once."""
+        """Whether wait() would return without blocking."""
 
     def wait(self) -> Tensor:
-        """The result; blocks until it is there."""
+        """Block until the result is available and return it."""
 
 
 class Store(Protocol):
-    """The job's small shared memory: counters, notes, membership-calls. Never on the path of a vector."""
+    """The job's key-value store for coordination: counters, notes, failures. No vector passes through it."""
 
     def set(self, key: str, value: str) -> None: ...
 
     def get(self, key: str) -> str | None:
-        """The value, or None at once where there is none."""
+        """Return the value, or None if the key is missing. Does not block."""
 
     def add(self, key: str, amount: int) -> int:
-        """Adds atomically and returns the new value; a missing counter counts as 0."""
+        """Add to a counter atomically and return the new value; a missing counter is 0."""
 
     def claim(self, key: str, value: str) -> str:
-        """Sets the key if nobody has; returns the value that stands."""
+        """Set the key if it is missing, atomically; return the value it has now."""
 
     def pause(self, seconds: float, *keys: str) -> None:
-        """Between two looks at these keys: sleeps so long; in virtual time, until one of them is written."""
+        """Sleep between two polls of `keys`. Real time: sleep for `seconds`. Simulated time: until one of the keys is written."""
 
 
 class SharedWeights(Protocol):
-    """A vector that neighbours may read and change. Whole vector at a time, under its lock."""
+    """A vector that other ranks may read and write, always as a whole and under its lock."""
 
     vector: Tensor
 
     def locked(self) -> AbstractContextManager[None]: ...
 
     def count(self, writes: int = 0) -> tuple[int, int]:
-        """Takes the next number of the vector's history and adds `writes` to its version: (number, version).
-        Call under the lock."""
+        """Count one access and `writes` writes; return (sequence number, version). Call under the lock."""
 
     @property
     def version(self) -> int:
-        """How often the vector was written."""
+        """Number of writes so far."""
 
 
 class GossipHandle(Protocol):
-    """The agent that meets this worker's partners in the background."""
+    """The worker's side of background gossip."""
 
     rounds: int
-    """Rounds that everybody has played, known after finish()."""
+    """Rounds that all ranks have completed; valid after finish()."""
 
     def notify_step(self) -> None:
-        """The learner has done one more gradient."""
+        """Count one local step, which may start an exchange. Does not block."""
 
     def finish(self) -> None:
-        """The learner has no more work: answer until everybody is done, play to the last common round, stop."""
+        """Collective: answer exchanges until all ranks are done, complete the last common round, stop."""
 
     def pop_metrics(self) -> dict[str, float]:
-        """Figures since the last call: exchanges, bytes, seconds, pair distance."""
+        """Return the metrics since the last call: exchanges, seconds, distance between partners, skipped rounds."""
 
 
 class Membership(Protocol):
-    """Who of the whole job is dead; ranks here are ranks of the whole job."""
+    """The failed ranks of the whole job. Ranks are ranks of the job, not of a subgroup."""
 
     def failed_ranks(self) -> dict[int, str]:
-        """Everybody known to be dead, with the reason."""
+        """Return the failed ranks with the reason of each."""
 
-    def report(self, rank: int, why: str) -> None:
-        """Somebody noticed that a rank is gone."""
+    def report(self, rank: int, reason: str) -> None:
+        """Report a rank as failed. The first report of a rank is kept."""
 
 
 class NodeGroup(Protocol):
-    """The learners of one machine around their first. Hand-outs and sums alternate; between two hand-outs every part of the
-    vector is added up once, in the same parts and order by all."""
+    """Broadcast and reduce among the ranks of one node, rooted at its leader (rank 0 of the group).
+
+    Calls must alternate: one `broadcast`, then one `reduce` per bucket, in the same order on all ranks.
+    """
 
     @property
     def slot(self) -> Tensor | None:
-        """Where this member's vector costs no copy: the first one's weights, the others' gradients. None: anywhere."""
+        """Memory in which this rank's vector needs no copy: weights on the leader, gradients elsewhere. None: any memory."""
 
     def broadcast(self, x: Tensor) -> None:
-        """Rendezvous: x of every member becomes that of the first, who leaves it alone until the sum is there."""
+        """Collective: copy the leader's x to all ranks. The leader must not change x before the next reduce has ended."""
 
     def reduce(self, x: Tensor) -> Work:
-        """Rendezvous: the first one's x, a part of a whole vector, becomes the sum over all members; what the others' becomes
-        is not said."""
+        """Collective: the leader's x, a slice of the vector, becomes the sum. The x of other ranks is undefined afterwards."""
 
 
 class Communicator(Protocol):
-    """One member's view of a group of learners."""
+    """One rank's view of a group of ranks."""
 
     rank: int
     size: int
@@ -223,42 +227,45 @@ class Communicator(Protocol):
     def membership(self) -> Membership: ...
 
     def live_ranks(self) -> list[int]:
-        """Members not known to be dead, as ranks of this group."""
+        """Return the members not known to have failed, as ranks of this group."""
 
     def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> Work:
-        """Rendezvous: the weighted mean of everybody's x, which must stay as it is until waited for. A new tensor."""
+        """Collective: return the weighted mean as a new tensor. x must not change before wait() has returned.
+
+        With `deterministic_reduce` the sum is in rank order, so the bits do not depend on timing.
+        """
 
     def all_reduce_(self, x: Tensor) -> Work:
-        """Rendezvous: x becomes the sum over all members (native all-reduce); for buckets of gradients."""
+        """Collective: x becomes the sum over all ranks, by the backend's native all-reduce."""
 
     def neighbor_average(self, x: Tensor, row: dict[int, float]) -> Work:
-        """Rendezvous of neighbours: sum over row of weight * their x, added in rank order. `row` must be symmetric."""
+        """Collective among neighbors: the sum over `row` of weight * x of that rank, in rank order. `row` must be symmetric."""
 
     def broadcast(self, x: Tensor) -> None:
-        """Rendezvous: x of every member becomes that of member 0."""
+        """Collective: copy x of rank 0 to all ranks."""
 
     def node_group(self, like: Tensor) -> NodeGroup:
-        """Rendezvous: what a machine's learners need to be one worker, for vectors of this length and type."""
+        """Collective: create the node group of this group, for vectors of the shape and type of `like`."""
 
     def publish(self, vector: Tensor) -> SharedWeights:
-        """Rendezvous: a published copy of the vector."""
+        """Collective: return a copy of the vector that other ranks of the group can access."""
 
     def gossip(self, shared_weights: SharedWeights, matching: Matching, steps_per_exchange: float) -> GossipHandle:
-        """Start the background exchanges of `published`."""
+        """Collective: start background exchanges of `shared_weights`, one per `steps_per_exchange` local steps."""
 
     def remote_add(self, peer: int, d: Tensor) -> int:
-        """One-sided: peer's published vector += d. Returns its version before the addition."""
+        """One-sided: add d to peer's shared vector; return its version before the addition. Blocks for the reply."""
 
     def remote_get(self, peer: int, out: Tensor) -> int:
-        """One-sided: out <- peer's published vector. Returns its version."""
+        """One-sided: copy peer's shared vector to out; return its version. Blocks for the reply."""
 
     def record(self, update_log: UpdateLog) -> None:
-        """From now on everything this member and its agent do to published vectors is noted down."""
+        """Log all accesses of this rank and its gossip thread to shared vectors from now on."""
 
     def new_group(self, ranks: Sequence[int], name: str) -> Communicator | None:
-        """Rendezvous of the whole group: a net among these members (None for others)."""
+        """Collective: create a communicator among `ranks` of this group; return None on all other ranks."""
 
     def bytes_sent(self) -> int:
-        """Bytes this member has put on its backend, as payload."""
+        """Return the payload bytes this rank has sent."""
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""Vectors that are worked out only when somebody needs them as vectors.
+"""Vectors that are computed only when a tensor is needed.
 
-`me.add_to(-me.delta(me.grad()))` reads as three vectors; taken literally it would write two of them to memory for nothing.
-A gradient and a displacement are therefore promises: arithmetic that cannot be kept as a promise turns them into tensors.
+`me.add_(-me.delta(me.grad()))` reads as three vectors. Computed literally, two of them would be written to memory for nothing.
+Gradients and updates are therefore deferred; arithmetic that cannot be deferred materializes them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 Vector = Any
-"""A Tensor or a Lazy; both take part in arithmetic and in torch functions."""
+"""A Tensor or a DeferredVector; both support arithmetic and torch functions."""
 
 
 class DeferredVector(ABC):
-    """A vector on demand."""
+    """A vector that is computed on demand."""
 
     @abstractmethod
     def tensor(self) -> Tensor:
-        """The vector; the same tensor on every call."""
+        """Compute the vector; return the same tensor on every call."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,12 +51,12 @@ class DeferredVector(ABC):
 
 
 def materialize(x: Any) -> Any:
-    """A Lazy as its tensor; anything else as it is."""
+    """Return the tensor of a DeferredVector; return anything else unchanged."""
     return x.tensor() if isinstance(x, DeferredVector) else x
 
 
 class Gradient(DeferredVector):
-    """g: left in the parameters by backward, over `samples` samples; `share` is what it weighs beside its peers."""
+    """g over `samples` samples, left in the parameters by backward; `share` is its weight relative to other ranks."""
 
     def __init__(self, gather: Any, samples: int, share: float, in_parameters: bool = False) -> None:
         self._gather = gather
@@ -70,11 +70,11 @@ class Gradient(DeferredVector):
 
 
 CONSUMED = torch.empty(0)
-"""Stands for a displacement that has gone into w."""
+"""Marks an update that was applied to w without becoming a tensor."""
 
 
 class Update(DeferredVector):
-    """gain * D(g): what the local optimizer would subtract, `gain` times over. D runs once, however often it is used."""
+    """gain * D(g), the step of the local optimizer times `gain`. D runs once, however often the update is used."""
 
     def __init__(self) -> None:
         self.gain = 1.0
@@ -82,14 +82,14 @@ class Update(DeferredVector):
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """D(g) as a tensor; advances the optimizer's state."""
+        """Return D(g) as a tensor and advance the optimizer's state."""
 
     @abstractmethod
     def add_to(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
-        """w <- w + self and phi <- w in as few passes as possible. `untouched`: w is still what phi was read from."""
+        """w <- w + self and phi <- w in as few passes as possible. `untouched`: w has not changed since phi was read."""
 
     def assign_to(self, base: Tensor, phi: Tensor) -> None:
-        """phi <- base + self, where phi is what the gradient was taken at."""
+        """phi <- base + self, where phi is the point of the gradient."""
         torch.add(base, self.tensor(), out=phi)
 
     @property
@@ -97,7 +97,7 @@ class Update(DeferredVector):
         return bool(self._shared)
 
     def consume(self) -> None:
-        """The displacement goes straight into w and never becomes a tensor: a second use would run D again."""
+        """Mark the update as applied without a tensor; a later use raises, because it would run D again."""
         self._shared["d"] = CONSUMED
 
     def tensor(self) -> Tensor:
@@ -105,12 +105,12 @@ class Update(DeferredVector):
             self._shared["d"] = self.compute()
         d = self._shared["d"]
         if d is CONSUMED:
-            raise RuntimeError("a displacement was used again after it had moved w: call .tensor() on it before")
+            raise RuntimeError("an update was used again after it was applied to w: call .tensor() before applying it")
         return d if self.gain == 1.0 else d * self.gain
 
     def scaled(self, factor: float) -> Update:
-        """The same displacement, `factor` times as long."""
-        other = object.__new__(type(self))  # what copy.copy does, in a fraction of its time
+        """Return the same update with its gain multiplied by `factor`."""
+        other = object.__new__(type(self))  # faster than copy.copy
         other.__dict__.update(self.__dict__)
         other.gain = self.gain * factor
         return other
@@ -120,7 +120,7 @@ class Update(DeferredVector):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """`tensor - d` and `tensor + d` come this way, since torch's operators are asked first."""
+        """Defer `tensor - d` and `tensor + d`: torch dispatches its own operators here first."""
         if func in (Tensor.sub, Tensor.add) and not kwargs and not isinstance(args[0], DeferredVector):
             return UpdatedVector(args[0], -args[1] if func is Tensor.sub else args[1])
         return super().__torch_function__(func, types, args, kwargs)
@@ -132,7 +132,7 @@ class Update(DeferredVector):
 
 
 class UpdatedVector(DeferredVector):
-    """base + displacement, as in `me.assign_to(mean - d)`: neither d nor the sum has to be written to memory of its own."""
+    """base + update, as in `me.assign_(mean - d)`; neither d nor the sum needs memory of its own."""
 
     def __init__(self, base: Tensor, by: Update) -> None:
         self.base, self.by = base, by
@@ -150,7 +150,7 @@ class UpdatedVector(DeferredVector):
             phi.copy_(self._tensor)
 
     def __getattr__(self, name: str) -> Any:
-        """Whoever asks for more than a sum takes it for the tensor that it is."""
-        if name.startswith("_"):  # asked for while a copy is being made, before there is anything in it
+        """Forward all other attributes to the tensor."""
+        if name.startswith("_"):  # looked up by copy.copy before the instance has attributes
             raise AttributeError(name)
         return getattr(self.tensor(), name)

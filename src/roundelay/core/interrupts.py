@@ -11,124 +11,133 @@ from contextlib import contextmanager
 from typing import Any
 
 from roundelay.errors import Interrupted, RoundelayError
+from roundelay.log.console import print_error
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_interrupted = threading.Event()
 
 
 class StopOnSignals:
-    """The first SIGINT or SIGTERM asks for a stop at the next step; a second SIGINT stops at once."""
+    """Context in which the first SIGINT or SIGTERM sets `flag` and a second SIGINT raises KeyboardInterrupt.
 
-    def __init__(self, flag: threading.Event, say: Callable[[str], None]) -> None:
-        self._flag, self._say = flag, say
+    Does nothing outside the main thread. `write_line` prints the notice to the user.
+    """
+
+    def __init__(self, flag: threading.Event, write_line: Callable[[str], None]) -> None:
+        self._flag, self._write_line = flag, write_line
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: Any) -> None:
         if self._flag.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._flag.set()
-        self._say("roundelay: stopping after this step; a checkpoint is being written")
+        self._write_line("roundelay: stopping after this step; a checkpoint is being written")
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
-_came = threading.Event()
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 def was_interrupted() -> bool:
-    """Whether an interrupt has come since listening began."""
-    return _came.is_set()
+    """Return whether a signal has arrived since `install_handlers`."""
+    return _interrupted.is_set()
 
 
 def raise_if_interrupted() -> None:
-    """Raises what a library may have swallowed."""
-    if _came.is_set():
+    """Raise KeyboardInterrupt if a signal has arrived, even if a library has swallowed the first exception."""
+    if _interrupted.is_set():
         raise KeyboardInterrupt
 
 
 @contextmanager
 def install_handlers() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise KeyboardInterrupt and are written down. Only in the main thread; elsewhere nothing."""
+    """Make SIGINT and SIGTERM raise KeyboardInterrupt and remember them. Does nothing outside the main thread."""
 
-    def hear(number: int, frame: Any) -> None:
-        _came.set()
+    def handle(number: int, frame: Any) -> None:
+        _interrupted.set()
         raise KeyboardInterrupt
 
-    _came.clear()
-    with _handled(hear):
+    _interrupted.clear()
+    with _handled(handle):
         yield
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Runs a command to its exit code; a user's mistake and an interrupt become a sentence."""
+    """Run a command and return its exit code; print a RoundelayError or an interrupt as a message without a traceback."""
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see run(): from here on an interrupt can be answered
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by run_command() while the interpreter starts
         return int(command() or 0)
     except RoundelayError as error:
-        print(f"roundelay: {error}", file=sys.stderr, flush=True)
+        print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print("roundelay: interrupted", file=sys.stderr)
+        print_error("interrupted")
         return Interrupted.exit_code
     except BrokenPipeError:
         return 0
     except Exception:
         if not was_interrupted():
             raise
-        print("roundelay: interrupted", file=sys.stderr)  # a library made an error of its own out of it
+        print_error("interrupted")  # a library turned the KeyboardInterrupt into an exception of its own
         return Interrupted.exit_code
 
 
 @contextmanager
-def as_interrupted(where: str, again: str) -> Iterator[None]:
-    """An interrupt inside, or an error that is its echo, ends in a sentence that says how to go on."""
+def as_interrupted(where: str, hint: str) -> Iterator[None]:
+    """Turn an interrupt, or an exception caused by one, into `Interrupted` with a hint on how to continue."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted("stopped; what is done is kept", where=where, hint=again) from None
+        raise Interrupted("stopped; completed work is kept", where=where, hint=hint) from None
     except Exception:
         if not was_interrupted():
             raise
-        raise Interrupted("stopped; what is done is kept", where=where, hint=again) from None
+        raise Interrupted("stopped; completed work is kept", where=where, hint=hint) from None
 
 
 @contextmanager
 def block_sigint() -> Iterator[None]:
-    """Processes started inside do not hear Ctrl-C, from their first instruction on; one that comes meanwhile is heard after."""
+    """Start processes inside this context to make them ignore Ctrl-C from their first instruction on.
+
+    A SIGINT that arrives inside is delivered to this thread on exit.
+    """
     with _blocked({signal.SIGINT}):
         yield
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Runs a command of ours to its end, its output on standard error; an interrupt is its business, and heard once by it.
+    """Run a command of this package, its output on stderr, and return its exit code. Forward SIGINT and SIGTERM to it.
 
-    It gets a session of its own: a terminal would send Ctrl-C to it and to us, and the second one means: at once."""
+    The child gets its own session. Otherwise a terminal would send Ctrl-C to both processes, and the forwarded signal would be
+    the second one, which means "stop at once".
+    """
     child: subprocess.Popen[bytes] | None = None
-    waiting: list[int] = []
+    early: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
-        _came.set()
+        _interrupted.set()
         if child is None:
-            waiting.append(number)
+            early.append(number)
         elif child.poll() is None:
             child.send_signal(number)
 
     with _handled(forward):
-        with _blocked(SIGNALS):  # for the child: an interpreter that is still starting answers Ctrl-C with a traceback
+        with _blocked(SIGNALS):  # inherited by the child: an interpreter that is starting answers Ctrl-C with a traceback
             child = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
-        for number in waiting:
+        for number in early:
             child.send_signal(number)
         return child.wait()
 
 
 @contextmanager
 def _blocked(numbers: Iterable[signal.Signals]) -> Iterator[None]:
-    """Inside, these signals wait; a process started inside keeps them waiting until it unblocks them."""
+    """Block signals for this thread; processes started inside inherit the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -145,5 +154,5 @@ def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, previous in before.items():
+            signal.signal(number, previous)

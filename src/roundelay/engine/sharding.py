@@ -21,7 +21,7 @@ from roundelay.strategies.worker import StepInfo
 
 Span = tuple[int, int]
 POLL_S = 0.01
-WAKE_KEYS = ("returned", "returned-taken", "deaths")
+WAKE_KEYS = ("returned", "returned-taken", "failures")
 """Keys of the store that a learner without work waits for."""
 
 

@@ -310,7 +310,7 @@ class Trainer:
         # wait for this checkpoint only: an earlier one may lack the shard of a rank whose leases skipped it
         self.checkpoints.poll()
         while int(position) in self.checkpoints.waiting and clock() < deadline:
-            store.pause(0.01, f"complete/{position}", "deaths")
+            store.pause(0.01, f"complete/{position}", "failures")
             self.checkpoints.poll()
 
     def _conclude(self, mean: torch.Tensor) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class Trainer:
         ranks: dict[int, Any] = {}
         for r in range(size):
             while (note := store.get(f"summary/{r}")) is None and r not in membership.failed_ranks() and clock() < deadline:
-                store.pause(0.005, f"summary/{r}", "deaths")
+                store.pause(0.005, f"summary/{r}", "failures")
             if note is not None:
                 ranks[r] = json.loads(note)
         result["ranks"] = ranks

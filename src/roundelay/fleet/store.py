@@ -1,23 +1,25 @@
-"""The job's store: a few bytes everybody can read. Counters, notes, membership-calls, deaths; never a vector."""
+"""The job's key-value store for coordination: counters, notes, failures. No vector passes through it."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
 
+from roundelay.core.contracts import Store
+from roundelay.core.wait import wait_until
 from roundelay.errors import PeerLost, UsageError
 
-LONG = timedelta(seconds=60)
+SERVER_TIMEOUT = timedelta(seconds=60)
 
 
 class LocalStore:
-    """A store for threads of one process."""
+    """A store for the threads of one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -46,40 +48,40 @@ class LocalStore:
 
 
 class JobStore:
-    """A store for processes, on torch's TCPStore. Nothing here blocks: a missing key is None."""
+    """A store for processes, on torch's TCPStore. `get` does not wait for a missing key. Raises PeerLost if the server is gone."""
 
     def __init__(self, tcp: TCPStore, prefix: str = "") -> None:
         self.tcp, self.prefix = tcp, prefix
 
     def set(self, key: str, value: str) -> None:
-        with answered():
+        with lost_server_as_peer_lost():
             self.tcp.set(self.prefix + key, value)
 
     def get(self, key: str) -> str | None:
         key = self.prefix + key
-        with answered():
+        with lost_server_as_peer_lost():
             return self.tcp.get(key).decode() if self.tcp.check([key]) else None
 
     def add(self, key: str, amount: int) -> int:
-        with answered():
+        with lost_server_as_peer_lost():
             return self.tcp.add(self.prefix + key, amount)
 
     def claim(self, key: str, value: str) -> str:
-        with answered():
-            # compare_set with an empty expectation sets a missing key and returns what stands
+        with lost_server_as_peer_lost():
+            # compare_set with an empty expected value sets a missing key and returns the current value
             return self.tcp.compare_set(self.prefix + key, "", value).decode()
 
     def pause(self, seconds: float, *keys: str) -> None:
         time.sleep(seconds)
 
     def under(self, prefix: str) -> JobStore:
-        """The same store, seen through a prefix: one job of several on one server."""
+        """Return the same store with a longer prefix, for one of several jobs on one server."""
         return JobStore(self.tcp, self.prefix + prefix)
 
 
 @contextmanager
-def answered() -> Iterator[None]:
-    """A store that no longer answers means that the process that served it is gone, and the job with it."""
+def lost_server_as_peer_lost() -> Iterator[None]:
+    """Turn connection errors of the TCPStore into PeerLost: the process that serves the store has ended."""
     try:
         yield
     except DistError as error:
@@ -90,8 +92,28 @@ def answered() -> Iterator[None]:
         ) from error
 
 
+def wait_for_key(store: Store, key: str, timeout_s: float, rank: int, accept: Callable[[str], bool] = bool) -> str:
+    """Block until the key has a value that `accept` accepts, and return it. Raises PeerLost after `timeout_s`."""
+
+    def value() -> str | None:
+        text = store.get(key)
+        return text if text is not None and accept(text) else None
+
+    text = wait_until(
+        value,
+        timeout_s,
+        lambda: PeerLost(
+            f"the other ranks did not set '{key}' in the store within {timeout_s:.0f} s",
+            where=f"rank {rank}",
+            hint="look at the logs of the other ranks; raise timeout_s if they start slowly",
+        ),
+    )
+    assert text is not None
+    return text
+
+
 def serve_store(host: str, port: int = 0) -> TCPStore:
-    """Starts the store's server in this process, bound to `host` alone; port 0 lets the system choose."""
+    """Start the store's server in this process, bound to `host` only. With port 0 the system chooses the port."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -100,22 +122,24 @@ def serve_store(host: str, port: int = 0) -> TCPStore:
         listener.close()
         raise UsageError(
             f"cannot listen on {host}:{port}: {error.strerror}",
-            where="host, port",
-            hint="choose another port=… (0 lets the system choose), or a host=… that is an address of this machine",
+            where="bind_address, store_port",
+            hint="choose another port with store_port=… (0 lets the system choose), or a bind_address=… of this machine",
         ) from error
     listener.listen(1024)
     port = listener.getsockname()[1]
-    # torch binds every interface by itself; handing over a bound socket is the way to bind one
-    return TCPStore(host, port, None, is_master=True, wait_for_workers=False, timeout=LONG, master_listen_fd=listener.detach())
+    # torch binds all interfaces by default; passing a bound socket is the only way to bind one
+    return TCPStore(
+        host, port, None, is_master=True, wait_for_workers=False, timeout=SERVER_TIMEOUT, master_listen_fd=listener.detach()
+    )
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A client of the store at host:port."""
+    """Connect to the store at host:port. Raises PeerLost after `timeout_s`."""
     try:
         return TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise PeerLost(
             f"the job's store at {host}:{port} does not answer",
             where="MASTER_ADDR, MASTER_PORT",
-            hint="check that the first machine's process runs, and that the address and port are open from here",
+            hint="check that the process of the first machine runs, and that the address and port are reachable from here",
         ) from error

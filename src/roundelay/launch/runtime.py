@@ -64,12 +64,12 @@ class SystemRuntime:
     ) -> PrefetchLoader[C]:
         return PrefetchLoader(claims, prepare, workers=loaders)
 
-    def start_periodic(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
+    def start_periodic(self, poll: Callable[[], None], on_failure: Callable[[], None], every_s: float) -> Callable[[], None]:
         stop = threading.Event()
 
         def run() -> None:
             while not stop.wait(every_s):
-                look()
+                poll()
 
         thread = threading.Thread(target=run, name="watchdog", daemon=True)
         thread.start()

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
+from roundelay.comm.base import weighted_mean, weighted_sum
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching
 from roundelay.core.update_log import Op
@@ -227,14 +227,7 @@ class ReplayCommunicator:
         return PendingResult(self._stage, lambda: len(table) == self.size, lambda: finish(table))
 
     def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> PendingResult:
-        def finish(brought: dict[int, Any]) -> Tensor:
-            rows = torch.stack([brought[r][0].reshape(-1) for r in range(self.size)])
-            weights = torch.tensor([1.0 if brought[r][1] is None else brought[r][1] for r in range(self.size)], dtype=x.dtype)
-            out = torch.empty_like(rows[0])
-            kernels.ordered_sum(out, rows, weights)
-            return out.div_(weights.sum()).view_as(x)
-
-        return self._bring((x.clone(), weight), finish)
+        return self._bring((x.clone(), weight), weighted_mean)
 
     def all_reduce_(self, x: Tensor) -> PendingResult:
         def finish(brought: dict[int, Any]) -> Tensor:
@@ -246,13 +239,7 @@ class ReplayCommunicator:
         return self._bring(x.clone(), finish)
 
     def neighbor_average(self, x: Tensor, row: dict[int, float]) -> PendingResult:
-        def finish(brought: dict[int, Any]) -> Tensor:
-            members = sorted(row)
-            out = torch.empty_like(x)
-            kernels.mix(out, [brought[m] for m in members], [row[m] for m in members])
-            return out
-
-        return self._bring(x.clone(), finish)
+        return self._bring(x.clone(), lambda brought: weighted_sum(brought, row))
 
     def broadcast(self, x: Tensor) -> None:
         self._bring(x.clone() if self.rank == 0 else None, lambda brought: x.copy_(brought[0])).wait()

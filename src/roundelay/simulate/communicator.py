@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from roundelay.comm.base import BaseCommunicator, plain_sum, weighted_mean, weighted_sum
 from roundelay.comm.node_group import CollectiveNodeGroup
-from roundelay.comm.threads import plain_sum, weighted_mean, weighted_sum
 from roundelay.core.contracts import Matching, SharedWeights, Work
 from roundelay.core.update_log import UpdateLog
 from roundelay.errors import PeerLost, UsageError
-from roundelay.fleet.membership import StoreMembership
 from roundelay.simulate.gossip import SimulatedGossip, SimulatedGossipHandle, SimulatedSharedWeights
 from roundelay.simulate.job import SimulatedJob
 from roundelay.simulate.network import Route
@@ -176,23 +175,18 @@ class _SimulatedNeighborWork:
         return f"rank {', '.join(missing)} at mix {self._number} of '{self._group.name}'"
 
 
-class SimulatedCommunicator:
+class SimulatedCommunicator(BaseCommunicator):
     """One learner's view of a group."""
 
     def __init__(self, job: SimulatedJob, ranks: Sequence[int], rank: int, name: str) -> None:
-        self.job, self.ranks, self.rank, self.size, self.name = job, list(ranks), rank, len(ranks), name
+        super().__init__(job.store, ranks, rank, name)
+        self.job = job
         group: Group = job.group(name, lambda: Group(job, ranks, name))
         self.group = group
-        self.store = job.store
-        self.membership = StoreMembership(job.store)
         self._number = 0
         self._mixes = 0
         self._bytes = 0.0
         self._me = self.ranks[rank]
-
-    def live_ranks(self) -> list[int]:
-        dead = self.membership.failed_ranks()
-        return [m for m in range(self.size) if self.ranks[m] not in dead]
 
     def _bring(
         self,
@@ -359,9 +353,7 @@ class SimulatedCommunicator:
     def new_group(self, ranks: Sequence[int], name: str) -> SimulatedCommunicator | None:
         if self.rank not in ranks:
             return None
-        return SimulatedCommunicator(
-            self.job, [self.ranks[r] for r in ranks], list(ranks).index(self.rank), f"{self.name}/{name}"
-        )
+        return SimulatedCommunicator(self.job, *self._subgroup(ranks, name))
 
     def bytes_sent(self) -> int:
         ring = self.group.ring

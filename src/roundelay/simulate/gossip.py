@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from roundelay.comm.gossip.thread import MOST_OWED, SAMPLE
+from roundelay.comm.gossip.thread import MAX_OWED, DISTANCE_SAMPLE
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching
 from roundelay.simulate.job import SimulatedJob
@@ -151,8 +151,8 @@ class SimulatedGossip:
     def _may_enter(self, agent: SimulatedPeer) -> bool:
         if self.asking:
             owed = agent.gradients / agent.per_meeting - agent.met - agent.owed_from
-            if owed > MOST_OWED:
-                agent.owed_from += int(owed - MOST_OWED)
+            if owed > MAX_OWED:
+                agent.owed_from += int(owed - MAX_OWED)
             if owed >= 0:
                 return True
         return agent.asked >= agent.round
@@ -216,7 +216,7 @@ class SimulatedGossip:
     def _note_distance(self, agent: SimulatedPeer, a: Tensor, b: Tensor) -> None:
         """|a - b| / |a|, from a sample: what the exchange finds apart. Not for timing alone."""
         if a.numel() > 1:
-            stride = max(1, a.numel() // SAMPLE)
+            stride = max(1, a.numel() // DISTANCE_SAMPLE)
             x, y = a[::stride], b[::stride]
             agent.metrics["distance"] += float((x - y).norm() / (x.norm() + 1e-12))
 

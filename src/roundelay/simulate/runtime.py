@@ -178,8 +178,8 @@ class SimulatedRuntime:
         self.feeds.append(feed)
         return feed
 
-    def start_periodic(self, look: Callable[[], None], hear: Callable[[], None], every_s: float) -> Callable[[], None]:
-        self._job.watchers[self._rank] = hear
+    def start_periodic(self, poll: Callable[[], None], on_failure: Callable[[], None], every_s: float) -> Callable[[], None]:
+        self._job.watchers[self._rank] = on_failure
         return lambda: self._job.watchers.pop(self._rank, None) and None
 
     def events(self, path: Path | None, rank: int) -> EventLog:
