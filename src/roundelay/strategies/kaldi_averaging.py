@@ -43,7 +43,7 @@ class KaldiAveraging(Strategy):
     reference = "Povey, Zhang & Khudanpur 2014"
     advice = "As kstep, to compare with Kaldi. Long runs: combine=20, state=reset."
     weakness = "As kstep; combine needs static sharding."
-    saved = ("loss_sum", "blocks", "averages", "combined", "combined_count")
+    saved = ("loss_sum", "blocks", "averages", "combined", "combined_count", "total")
 
     def __post_init__(self) -> None:
         if self.combine and self.sharding == "dynamic":
@@ -66,7 +66,7 @@ class KaldiAveraging(Strategy):
     def start(self, me: Worker) -> None:
         self.loss_sum = 0.0
         self.blocks = AveragingBlocks(dynamic=self.sharding == "dynamic")
-        self.averages, self.combined_count = 0, 0
+        self.averages, self.combined_count, self.total = 0, 0, 0
         self.combined = torch.zeros_like(me.w) if self.combine else torch.zeros(1)
 
     def step(self, me: Worker) -> None:
@@ -97,9 +97,11 @@ class KaldiAveraging(Strategy):
         w = me.mean(me.w, weight=n)
         me.assign_(w)
         self.averages += 1
+        if me.step_info.total != self.total:  # a finished run was extended: its last averages are still to come
+            self.combined, self.combined_count, self.total = torch.zeros_like(self.combined), 0, me.step_info.total
         if self.averages_left(me) < self.combine:
             self.combined, self.combined_count = self.combined + w, self.combined_count + 1
-        elif self.combined_count:  # the run was extended: these averages are no longer the last ones
+        elif self.combined_count:  # batches became smaller, so the end is further away than it seemed
             self.combined, self.combined_count = torch.zeros_like(self.combined), 0
         average_optimizer_state(me, self.state, n)
         self.blocks.steps, self.loss_sum, me.samples_since_mean = 0, 0.0, 0
