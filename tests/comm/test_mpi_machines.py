@@ -45,4 +45,4 @@ def test_the_ranks_are_on_two_machines(run: Any) -> None:
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "single"])
 def test_checks_hold_between_machines(name: str, run: Any, tmp_path: Path) -> None:
-    assert "everybody_ends_with_the_same_model/4" in check_strategy(name, run, (4,), tmp_path)
+    assert "final_models_equal/4" in check_strategy(name, run, (4,), tmp_path)

@@ -52,7 +52,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(settings: list[str], number
 @pytest.mark.dist
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "strategy", [["strategy=adpsgd"], ["strategy=kstep", "strategy_options.K=12", "strategy_options.sharding=race"]]
+    "strategy", [["strategy=adpsgd"], ["strategy=kstep", "strategy_options.K=12", "strategy_options.sharding=dynamic"]]
 )
 def test_interrupted_racers_go_on_and_deal_every_sample_once(strategy: list[str], jobs: Jobs) -> None:
     settings = [*strategy, "learners=2", "epochs=2"]
@@ -159,7 +159,7 @@ def test_a_checkpoint_of_another_model_is_refused(finished: Jobs, capsys: pytest
     run = finished.folder / "run"
     shutil.copytree(run, finished.folder / "other")
     file = finished.folder / "lesson.toml"
-    file.write_text('task = "roundelay.testing.conformance:ToyTask"\nprogress = "none"\n')
+    file.write_text('task = "roundelay.testing.check_jobs:ToyTask"\nprogress = "none"\n')
     assert main.main(["train", str(file), "strategy=single", f"run={finished.folder / 'other'}", "resume=auto"]) == 3
     assert "the checkpoint has" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from roundelay.engine.config import TrainConfig
 from roundelay.engine.trainer import train
 from roundelay.launch.threads import run_threads
 from roundelay.metrics.events import read_events
-from roundelay.testing.conformance import ToyTask
+from roundelay.testing.check_jobs import ToyTask
 
 
 def test_a_checkpoint_that_is_gone_goes_unjudged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

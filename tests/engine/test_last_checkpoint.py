@@ -10,7 +10,7 @@ from roundelay.engine.config import TrainConfig
 from roundelay.engine.trainer import train
 from roundelay.launch.threads import run_threads
 from roundelay.metrics.events import read_events
-from roundelay.testing.conformance import ToyTask
+from roundelay.testing.check_jobs import ToyTask
 
 
 @pytest.mark.parametrize("slow", ["0:20", "1:20"])

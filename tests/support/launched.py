@@ -12,7 +12,7 @@ import torch
 from roundelay.fleet.store import JobStore
 from roundelay.launch.context import context_from_env, create_context
 from roundelay.strategies import STRATEGIES, build
-from roundelay.testing.conformance import RunSpec, run_toy_task
+from roundelay.testing.check_jobs import RunSpec, run_toy_task
 
 
 def main(backend: str) -> None:

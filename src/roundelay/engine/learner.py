@@ -30,19 +30,16 @@ from roundelay.launch.context import DistributedContext
 from roundelay.metrics.recorder import MetricsRecorder
 from roundelay.optim.adapter import OptimizerAdapter
 from roundelay.optim.lr_schedule import lr_schedule
-from roundelay.strategies.base import Strategy
-from roundelay.strategies.worker import StepInfo, Worker
+from roundelay.strategies.base import Strategy, innermost
+from roundelay.strategies.step import StepInfo
+from roundelay.strategies.worker import Worker
 from roundelay.topology.resolver import SeededTopologies
 
 
 def build_strategy(options: EngineConfig) -> Strategy:
     """The strategy with its settings; `topology` goes to whichever strategy has such a setting."""
-    settings = dict(options.strategy_options)
-    innermost = options.strategy.split("(")[-1].rstrip(") ")
-    cls = strategies.find("adpsgd" if innermost == "hierarchical" else innermost)
-    if "topology" in getattr(cls, "__dataclass_fields__", {}) and options.topology:
-        settings.setdefault("topology", options.topology)
-    return strategies.build(options.strategy, settings)
+    defaults = {"topology": options.topology} if options.topology else {}
+    return strategies.build(options.strategy, options.strategy_options, defaults)
 
 
 class Learner:
@@ -63,7 +60,7 @@ class Learner:
         self.optimizer = OptimizerAdapter(self.flat, optimizer, options.max_grad_norm)
         self.module = module
         traits = self.strategy.traits
-        hierarchical = hasattr(self.strategy, "outer")
+        hierarchical = traits.hierarchical
         machine = context.machine_of(context.rank) if hierarchical else [context.rank]
         self.machine, self.node_leaders = machine, context.node_leaders if hierarchical else list(range(context.size))
         self.job = context.comm
@@ -263,7 +260,7 @@ class Learner:
         dealt = ShardPlan(samples, total, batches, self.context.rank, self.machine, self.node_leaders, first)
         self.position = first
         race = self.strategy.traits.sharding == "dynamic"
-        survives = self.strategy.traits.survives_death
+        survives = self.strategy.traits.survives_failures
         self.sharding = (
             DynamicSharding(dealt, self.job.store, missing_ranges, survives, lambda: self.watchdog.dead)
             if race
@@ -403,10 +400,3 @@ def collate(dataset: Any, places: Any) -> TensorBatch:
     rows = [item if isinstance(item, tuple | list) else (item,) for item in items]
     fields = [torch.stack([torch.as_tensor(row[f]) for row in rows]) for f in range(len(rows[0]))]
     return TensorBatch(fields if chosen else [field[:0] for field in fields], len(chosen))
-
-
-def innermost(strategy: Any) -> Any:
-    """The strategy that talks between machines."""
-    while hasattr(strategy, "outer"):
-        strategy = strategy.outer
-    return strategy

@@ -16,7 +16,7 @@ import torch
 
 from roundelay import topology
 from roundelay.launch.context import DistributedContext
-from roundelay.strategies.base import Strategy
+from roundelay.strategies.base import Strategy, innermost
 from roundelay.version import __version__
 
 LIBRARIES = ("torch", "numpy", "numba", "safetensors")
@@ -61,9 +61,7 @@ def mixing(strategy: Strategy, context: DistributedContext, nodes: list[int]) ->
     gap       the spectral gap per round of the schedule that runs; rounds_to_1_percent: until the spread is down to that
               (neither is worked out for more than MANY nodes: everybody waits for it when the run starts)
     """
-    inner: Any = strategy
-    while hasattr(inner, "outer"):
-        inner = inner.outer
+    inner = innermost(strategy)
     size, name = len(nodes), getattr(inner, "topology", None)
     about: dict[str, Any] = {
         "nodes": nodes,
@@ -81,8 +79,8 @@ def mixing(strategy: Strategy, context: DistributedContext, nodes: list[int]) ->
     if few:
         about["rounds_to_1_percent"] = topology.rounds_to_agreement(name, size)
     if not inner.traits.shares_weights:
-        matrix = topology.neighbour_matrix(name, size)
-        about |= {"kind": "neighbours", "weights": sparse(matrix)}
+        matrix = topology.neighbor_matrix(name, size)
+        about |= {"kind": "neighbors", "weights": sparse(matrix)}
         return about | {"gap": topology.spectrum(matrix).gap} if few else about
     about |= {"kind": "exchanges", "period": entry.sweep(size)}
     if few:

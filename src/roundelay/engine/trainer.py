@@ -23,7 +23,7 @@ from roundelay.data.process import ProcessBatches
 from roundelay.engine.checkpoint import Checkpoints, disk_errors_as, latest, model_tensors, read_model
 from roundelay.engine.config import TrainConfig
 from roundelay.engine.evaluator import Evaluator
-from roundelay.engine.learner import Learner, innermost
+from roundelay.engine.learner import Learner
 from roundelay.engine.optimizer import make_optimizer
 from roundelay.engine.sharding import BatchLease, DynamicSharding, StaticSharding
 from roundelay.engine.validate import CHECKPOINT_FOLDER, validate_run
@@ -32,6 +32,7 @@ from roundelay.launch.context import DistributedContext
 from roundelay.log.rank_log import close_logger, rank_logger
 from roundelay.metrics.dashboard import LiveDashboard, RunTitle
 from roundelay.metrics.tensorboard import FOLDER, TensorBoardLogger
+from roundelay.strategies.base import innermost
 
 _build_lock = threading.Lock()
 """Held while a model is built: learners in threads share torch's global RNG."""

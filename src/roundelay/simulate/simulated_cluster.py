@@ -128,8 +128,8 @@ class SimulatedCluster:
 
 
 def run_simulated(
-    job: Callable[..., Any], *args: Any, size: int, machines: int = 0, cluster: Cluster = PLAIN, seed: int = 0
+    job: Callable[..., Any], *args: Any, size: int, simulate_nodes: int = 0, cluster: Cluster = PLAIN, seed: int = 0
 ) -> list[Any]:
     """A runner beside `run_threads` and `Pool.run`: for the battery, and for strategies out of the tree."""
-    names = fake_machines(["here"] * size, machines)
+    names = fake_machines(["here"] * size, simulate_nodes)
     return SimulatedCluster(replace(cluster, machines=(MachineGroup(1, size),)), machines=names, seed=seed).run(job, *args)
