@@ -212,7 +212,7 @@ def prepare(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from roundelay.recipes.config import FeatureConfig
-    from roundelay.speech.corpora.data_dir import read_data_dir
+    from roundelay.speech.corpora.kaldi_dir import read_data_dir
     from roundelay.speech.features.extract import FeatureOptions, extract
 
     wanted = asdict(options_of(FeatureConfig, args.overrides))
