@@ -24,7 +24,8 @@ from typing import Any
 from roundelay.recipes.speaker_adaptation import adapt_unsupervised, stream_for
 from roundelay.recipes.stages import aligned_run
 from roundelay.recipes.systems import graph_of, open_system
-from roundelay.speech.corpora.data_dir import Corpus, read_data_dir
+from roundelay.speech.corpora.kaldi_dir import read_data_dir
+from roundelay.speech.corpora.utterance import Corpus
 from roundelay.speech.decode import DecodeOptions, Decoder
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore

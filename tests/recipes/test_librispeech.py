@@ -15,7 +15,9 @@ from paths import DATA, ROOT
 
 from roundelay.cli import main
 from roundelay.recipes.pipeline import STAGES
-from roundelay.speech.corpora.data_dir import Utterance, read_audio, read_data_dir, write_data_dir
+from roundelay.speech.corpora.kaldi_dir import read_data_dir, write_data_dir
+from roundelay.speech.corpora.utterance import Utterance
+from roundelay.speech.features.audio import read_audio
 
 DIGITS = DATA / "fsdd"
 RECIPE = ROOT / "recipes" / "librispeech"

@@ -18,7 +18,8 @@ from roundelay.cli import main
 from roundelay.errors import UsageError
 from roundelay.recipes import config as recipe_config
 from roundelay.recipes.pipeline import STAGES, planned
-from roundelay.speech.corpora.data_dir import Utterance, read_data_dir, write_data_dir
+from roundelay.speech.corpora.kaldi_dir import read_data_dir, write_data_dir
+from roundelay.speech.corpora.utterance import Utterance
 from roundelay.speech.features.kaldi_ark import read_matrices
 
 DIGITS = DATA / "fsdd"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from roundelay.speech.corpora.data_dir import Corpus, Utterance
+from roundelay.speech.corpora.utterance import Corpus, Utterance
 
 Array = np.ndarray[Any, Any]
 MELS = 13

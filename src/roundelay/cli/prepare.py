@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Extract the features of a data directory."""
     from roundelay import config
     from roundelay.recipes.config import FeatureConfig
-    from roundelay.speech.corpora.data_dir import read_data_dir
+    from roundelay.speech.corpora.kaldi_dir import read_data_dir
     from roundelay.speech.features.extract import FeatureOptions, extract
 
     options = asdict(config.load(None, args.overrides, FeatureConfig).settings)

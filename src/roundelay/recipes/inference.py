@@ -14,7 +14,8 @@ from roundelay.errors import DataError
 from roundelay.recipes.speaker_adaptation import adapt_supervised, adapt_unsupervised, stream_for
 from roundelay.recipes.stages import TASK_FILE
 from roundelay.recipes.systems import System, chosen_scale, graph_of, open_system
-from roundelay.speech.corpora.data_dir import Corpus, read_data_dir
+from roundelay.speech.corpora.kaldi_dir import read_data_dir
+from roundelay.speech.corpora.utterance import Corpus
 from roundelay.speech.decode import DecodeOptions, Decoder, Hypothesis, decode_all
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore, Stream, from_spec

@@ -148,7 +148,7 @@ class PackSource:
         """Static features of an utterance as the archive keeps them, and their ranges."""
         if self._bytes:
             assert isinstance(self.features, FeatureStore)
-            return self.features.stored(name)
+            return self.features.quantized(name)
         x = self.features[name] if isinstance(self.features, ConcatFeatures) else self.features.static(name)
         if not self.packing.compress:
             return x, np.empty(0, np.float32)

@@ -53,7 +53,7 @@ class PackedTask(FrameTask):
 
     def batch(self, epoch: int, start: int, stop: int) -> Any:
         made = self.examples.batch(epoch, start, stop)
-        self._change([x[:length] for x, length in zip(made.x, made.lengths, strict=True)], made.numbers, epoch)
+        self._augment([x[:length] for x, length in zip(made.x, made.lengths, strict=True)], made.numbers, epoch)
         x, y = torch.from_numpy(made.x), torch.from_numpy(made.y)
         return (x, y) if self.examples.archive.layout.window else (x, y, torch.from_numpy(made.lengths))
 

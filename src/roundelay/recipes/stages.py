@@ -39,12 +39,13 @@ from roundelay.recipes.speaker_adaptation import (
 )
 from roundelay.recipes.systems import FIRST_PASS, SYSTEMS, System, graph_of, open_system, save_network
 from roundelay.report.run_reader import EVENTS, engine_folder
-from roundelay.speech.corpora import readers
-from roundelay.speech.corpora.data_dir import Corpus, Utterance, read_data_dir, write_data_dir
+from roundelay.speech.corpora import hold_out, read_corpus
+from roundelay.speech.corpora.kaldi_dir import read_data_dir, write_data_dir
+from roundelay.speech.corpora.utterance import Corpus, Utterance
 from roundelay.speech.decode import choose_scale, decode_all
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore, Stream, from_spec
-from roundelay.speech.features.speed_perturb import at_other_speeds
+from roundelay.speech.features.speed_perturb import perturb_speed
 from roundelay.speech.graph.hclg import Graph, build_graph
 from roundelay.speech.graph.ngram import estimate, one_of
 from roundelay.speech.hmm import word_times
@@ -107,13 +108,13 @@ def data(work: PipelineContext) -> None:
         if not found.get("test") and found.get("dev"):
             found["test"] = found.pop("dev")  # as mini-LibriSpeech: what it calls dev is all there is to be tested on
         if not found.get("dev"):
-            found["train"], found["dev"] = readers.hold_out(found["train"], recipe.dev_share, recipe.seed)
+            found["train"], found["dev"] = hold_out(found["train"], recipe.dev_share, recipe.seed)
         for part, utterances in found.items():
             kept = [u if not several else replace(u, id=f"{name}-{u.id}", speaker=f"{name}-{u.speaker}") for u in utterances]
             sets.setdefault(part if part in ("train", "dev") or not several else name, []).extend(kept)
     said = [u.words for u in sets["train"]]  # once, however many copies follow
     if recipe.speed_perturb:
-        sets["train"] += at_other_speeds(
+        sets["train"] += perturb_speed(
             sets["train"],
             recipe.speed_perturb,
             folder / "speed_perturb",
@@ -154,7 +155,7 @@ def read_source(work: PipelineContext, source: SourceConfig) -> dict[str, list[U
                 hint="set ROUNDELAY_DATA to the folder that contains the corpus, or source.root to the corpus itself",
             )
         root = existing
-    return readers.read(source.kind, root.resolve())
+    return read_corpus(source.kind, root.resolve())
 
 
 def corpus_folder(work: PipelineContext) -> Path:

@@ -1,4 +1,4 @@
-"""What fits into memory, asked before something large is read or computed: an error can name the utterance, a kill cannot."""
+"""Check that memory suffices before something large is read: an error can name the utterance, the OOM killer cannot."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from roundelay.errors import DataError
 
 SMALL = 1 << 27
-"""Bytes that are asked for without looking: so that looking costs nothing where utterances are short."""
+"""Bytes up to which requests are not checked, so that short utterances cost nothing."""
 
 
 def available_bytes() -> float:
-    """What the system can give away now; infinite where it does not say."""
+    """Return the memory that the system can allocate now, or infinity if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -21,10 +21,10 @@ def available_bytes() -> float:
 
 
 def require(needed: float, what: str, where: str) -> None:
-    """DataError if there is less memory than that."""
+    """Raise DataError if fewer than `needed` bytes are available for `what`."""
     if needed > SMALL and needed > (free := available_bytes()):
         raise DataError(
-            f"{what} would take {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free",
+            f"{what} would take {needed / 1e9:.1f} GB of memory ({free / 1e9:.1f} GB are free)",
             where=where,
-            hint="cut it into segments, or use a machine with more memory",
+            hint="cut the utterance into segments, or use a machine with more memory",
         )

@@ -12,7 +12,9 @@ import soundfile
 from paths import DATA
 
 from roundelay.errors import DataError
-from roundelay.speech.corpora.data_dir import Corpus, Utterance, read_audio, read_data_dir, write_data_dir
+from roundelay.speech.corpora.kaldi_dir import read_data_dir, write_data_dir
+from roundelay.speech.corpora.utterance import Corpus, Utterance
+from roundelay.speech.features.audio import read_audio
 
 RATE = 8000
 

@@ -12,8 +12,8 @@ import pytest
 import soundfile
 
 from roundelay.errors import DataError
-from roundelay.speech.corpora.data_dir import read_audio
 from roundelay.speech.corpora.lhotse_manifest import import_lhotse
+from roundelay.speech.features.audio import read_audio
 
 RECORDING: dict[str, Any] = {
     "id": "rec1",

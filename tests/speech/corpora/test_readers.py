@@ -73,7 +73,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 def test_whole_speakers_are_held_out_where_there_are_enough(tmp_path: Path) -> None:
-    from roundelay.speech.corpora.data_dir import Utterance
+    from roundelay.speech.corpora.utterance import Utterance
 
     many = [Utterance(f"{s:02d}-{n}", f"{s:02d}", ("A",), tmp_path) for s in range(20) for n in range(3)]
     kept, held = readers.hold_out(many, 0.1, seed=0)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import DataError, UsageError
-from roundelay.speech.corpora.data_dir import Corpus, Utterance
+from roundelay.speech.corpora.utterance import Corpus, Utterance
 from roundelay.speech.features.audio import read_audio
 from roundelay.speech.features.augment import Masks, Warp
 from roundelay.speech.features.extract import FeatureOptions, extract

@@ -12,7 +12,7 @@ import pytest
 import soundfile
 
 from roundelay.errors import DataError, UsageError
-from roundelay.speech.corpora.data_dir import Corpus, Utterance
+from roundelay.speech.corpora.utterance import Corpus, Utterance
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.fbank import add_deltas, cepstra, frame_count, log_mel
 from roundelay.speech.features.feature_store import ConcatFeatures, FeatureStore, from_spec

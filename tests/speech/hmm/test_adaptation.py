@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toy_speech import LEXICON, toy
 
 from roundelay.errors import DataError
-from roundelay.speech.corpora.data_dir import Corpus, Utterance
+from roundelay.speech.corpora.utterance import Corpus, Utterance
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore, from_spec
 from roundelay.speech.hmm.adaptation import AdaptedFeatures, adapt

@@ -14,7 +14,8 @@ from paths import DATA
 from toy_speech import LEXICON, Toy, ToyLexicon, toy
 
 from roundelay.errors import DataError
-from roundelay.speech.corpora.data_dir import Corpus, Utterance, read_data_dir
+from roundelay.speech.corpora.kaldi_dir import read_data_dir
+from roundelay.speech.corpora.utterance import Corpus, Utterance
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.hmm import word_times
 from roundelay.speech.hmm.align import (

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from roundelay.cli import main
 from roundelay.errors import DataError, UsageError
 from roundelay.recipes.systems import NetworkSystem, open_system, save_network
-from roundelay.speech.corpora.data_dir import Corpus, Utterance, write_data_dir
+from roundelay.speech.corpora.kaldi_dir import write_data_dir
+from roundelay.speech.corpora.utterance import Corpus, Utterance
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore
 from roundelay.speech.features.kaldi_ark import read_matrices

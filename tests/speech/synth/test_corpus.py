@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from roundelay.errors import UsageError
-from roundelay.speech.corpora.data_dir import read_audio, read_data_dir
+from roundelay.speech.corpora.kaldi_dir import read_data_dir
+from roundelay.speech.features.audio import read_audio
 from roundelay.speech.hmm.arpabet import PHONES
 from roundelay.speech.hmm.lexicon import Lexicon
 from roundelay.speech.synth import espeak, grammar

@@ -1,4 +1,7 @@
-"""Data augmentation of features: SpecAugment masks and vocal tract length perturbation."""
+"""Augment features while a network trains: SpecAugment and vocal tract length perturbation (VTLP).
+
+SpecAugment: Park et al. 2019, without time warping. VTLP: Jaitly and Hinton 2013, applied to log-mel features.
+"""
 
 from __future__ import annotations
 
@@ -7,57 +10,65 @@ from functools import cached_property
 
 import numpy as np
 
-from roundelay.speech.features.fbank import filter_centres, hz_of, mel_of
+from roundelay.speech.features.fbank import filter_centers, hz_to_mel, mel_to_hz
 
 
 @dataclass(frozen=True)
-class Masks:
-    """mels, frames: the widest band and the longest stretch; each sample gets `bands` of the one and one of the other, of a
-    width drawn anew every time. static: mels of a frame, which its deltas repeat."""
+class SpecAugment:
+    """Mask bands of filters and a stretch of frames.
 
-    mels: int
-    frames: int
-    static: int
-    bands: int = 2
+    max_freq_width   widest masked band, in filters; 0: no band is masked
+    max_time_width   longest masked stretch, in frames; 0: no stretch is masked
+    static_dim       filters of a frame; a band is masked in the deltas as well
+    num_freq_masks   bands masked in each example, in addition to one stretch of frames
+    """
 
-    def apply(self, x: np.ndarray, random: np.random.Generator) -> None:
-        """x [frames, dim] <- x with masks; 0 is the mean, as features are normalised."""
+    max_freq_width: int
+    max_time_width: int
+    static_dim: int
+    num_freq_masks: int = 2
+
+    def apply(self, x: np.ndarray, rng: np.random.Generator) -> None:
+        """Set the masked values of x [frames, dim] to 0 in place: the mean of normalized features."""
         length, dim = x.shape
-        for _ in range(self.bands if self.mels else 0):
-            width = int(random.integers(0, self.mels + 1))
-            first = int(random.integers(0, self.static - width + 1))
-            x.reshape(length, dim // self.static, self.static)[:, :, first : first + width] = 0.0
-        if self.frames:
-            width = int(random.integers(0, min(self.frames, length) + 1))
-            first = int(random.integers(0, length - width + 1))
+        for _ in range(self.num_freq_masks if self.max_freq_width else 0):
+            width = int(rng.integers(0, self.max_freq_width + 1))
+            first = int(rng.integers(0, self.static_dim - width + 1))
+            x.reshape(length, dim // self.static_dim, self.static_dim)[:, :, first : first + width] = 0.0
+        if self.max_time_width:
+            width = int(rng.integers(0, min(self.max_time_width, length) + 1))
+            first = int(rng.integers(0, length - width + 1))
             x[first : first + width] = 0.0
 
 
 @dataclass(frozen=True)
-class Warp:
-    """widest: frequencies are multiplied by 1 - widest to 1 + widest; the others say where the filters stand."""
+class Vtlp:
+    """Scale the frequency axis of log-mel features by a random factor between 1 - max_warp and 1 + max_warp.
 
-    widest: float
+    `rate`, `mels`, `low_hz` and `high_hz` are those of the features.
+    """
+
+    max_warp: float
     rate: int
     mels: int
     low_hz: float
     high_hz: float
 
     @cached_property
-    def _centres(self) -> np.ndarray:
-        return filter_centres(self.rate, self.mels, self.low_hz, self.high_hz)
+    def _centers(self) -> np.ndarray:
+        return filter_centers(self.rate, self.mels, self.low_hz, self.high_hz)
 
-    def apply(self, x: np.ndarray, random: np.random.Generator) -> None:
-        """x [frames, dim] <- x as a throat of another length would have said it; deltas move along with their mels."""
-        self.stretch(x, random.uniform(1 - self.widest, 1 + self.widest))
+    def apply(self, x: np.ndarray, rng: np.random.Generator) -> None:
+        """Warp x [frames, dim] in place by a factor drawn from `rng`. Deltas are warped like the static features."""
+        self.warp(x, rng.uniform(1 - self.max_warp, 1 + self.max_warp))
 
-    def stretch(self, x: np.ndarray, factor: float) -> None:
-        """What was heard at a frequency f moves to f times the factor; beyond the last filter its value is repeated."""
-        centres = self._centres
-        came_from = mel_of(hz_of(centres) / factor)
-        at = np.interp(came_from, centres, np.arange(self.mels))
-        below = np.minimum(at.astype(np.int64), max(0, self.mels - 2))
-        share = (at - below).astype(np.float32)
+    def warp(self, x: np.ndarray, factor: float) -> None:
+        """Move the content at frequency f to f * factor in place. Beyond the last filter its value is repeated."""
+        centers = self._centers
+        source = mel_to_hz(centers) / factor
+        position = np.interp(hz_to_mel(source), centers, np.arange(self.mels))
+        below = np.minimum(position.astype(np.int64), max(0, self.mels - 2))
+        weight = (position - below).astype(np.float32)
         blocks = x.reshape(len(x), -1, self.mels)
         above = np.minimum(below + 1, self.mels - 1)
-        x[:] = ((1 - share) * blocks[:, :, below] + share * blocks[:, :, above]).reshape(x.shape)
+        x[:] = ((1 - weight) * blocks[:, :, below] + weight * blocks[:, :, above]).reshape(x.shape)

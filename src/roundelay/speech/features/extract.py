@@ -1,7 +1,7 @@
-"""Features of a corpus: log-mel filterbanks, normalised per speaker, with deltas; one byte per value on disk.
+"""Extract the features of a corpus: log-mel filterbanks, normalized per speaker, one byte per value on disk.
 
-`extract` reads every recording once and writes a folder that `FeatureStore` maps into memory; `from_spec` opens such a folder,
-Kaldi's feats.scp, or several of either side by side ("feats+fmllr.scp+ivectors.scp").
+`extract` reads every recording once and writes a folder that `FeatureStore` maps into memory. Deltas are computed when the
+features are read.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ import numpy as np
 
 from roundelay.core.process_map import process_map
 from roundelay.errors import DataError, UsageError
-from roundelay.speech.corpora.data_dir import Corpus, Utterance
+from roundelay.speech.corpora.utterance import Corpus, Utterance
 from roundelay.speech.features.audio import read_audio
 from roundelay.speech.features.fbank import frame_count, log_mel
-from roundelay.speech.features.feature_store import (
-    DATA,
-    FORMAT,
-    INDEX,
-    RANGES,
-    FeatureStore,
-)
+from roundelay.speech.features.feature_store import DATA, FORMAT, INDEX, RANGES, FeatureStore
 
 SHORTEST_FRAMES = 3
 LONGEST_S = 120.0
-LEAST_VARIANCE = 1e-4
+MIN_VARIANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """rate     samples per second of the audio
-    mels        filters between low_hz and high_hz (zero or less: below half the rate)
-    deltas      0, 1 or 2 orders of slopes
-    cmvn        mean and variance taken out per speaker, per utterance, or not at all
+    """Options of feature extraction.
+
+    rate      samples per second of the audio
+    mels      number of filters between low_hz and high_hz
+    deltas    orders of delta features: 0, 1 or 2
+    cmvn      mean and variance normalization: speaker, utterance or none
+    low_hz    lower edge of the first filter
+    high_hz   upper edge of the last filter; 0 or less is an offset from half the rate
     """
 
     rate: int = 8000
@@ -50,19 +48,24 @@ class FeatureOptions:
 
     def __post_init__(self) -> None:
         top = self.high_hz if self.high_hz > 0 else self.rate / 2 + self.high_hz
-        if self.rate < 1000 or not 0 <= self.low_hz < top <= self.rate / 2:
-            raise UsageError(f"filters from {self.low_hz} Hz to {top} Hz at {self.rate} samples per second", where="features")
-        if self.mels < 1 or not 0 <= self.deltas <= 2:
+        if self.rate < 1000:
+            raise UsageError(f"rate must be at least 1000 (got {self.rate})", where="features")
+        if not 0 <= self.low_hz < top <= self.rate / 2:
             raise UsageError(
-                f"{self.mels} filters with {self.deltas} orders of deltas", where="features", hint="deltas: 0, 1 or 2"
+                f"filters must satisfy 0 <= low_hz < high_hz <= rate / 2 (got {self.low_hz} Hz to {top} Hz, rate {self.rate})",
+                where="features",
             )
+        if self.mels < 1:
+            raise UsageError(f"mels must be at least 1 (got {self.mels})", where="features")
+        if not 0 <= self.deltas <= 2:
+            raise UsageError(f"deltas must be 0, 1 or 2 (got {self.deltas})", where="features")
         if self.cmvn not in ("speaker", "utterance", "none"):
-            raise UsageError(f"cmvn cannot be '{self.cmvn}'", where="features", hint="choose one of: speaker, utterance, none")
+            raise UsageError(f"cmvn must be speaker, utterance or none (got '{self.cmvn}')", where="features")
 
 
 @dataclass
-class _Made:
-    """One utterance: bytes, the least value and the step of each filter, sums for the speaker; no bytes if it is too short."""
+class _QuantizedUtterance:
+    """One utterance: bytes, minimum and step of each filter, sums for normalization. Too short utterances have no bytes."""
 
     frames: int
     data: np.ndarray
@@ -82,35 +85,36 @@ def extract(
     progress: str = "auto",
     longest_s: float = LONGEST_S,
 ) -> FeatureStore:
-    """Writes the features of a corpus; utterances too short for a frame are left out and named in `store.skipped`.
+    """Write the features of a corpus to `folder` and open them.
 
-    Audio that is corrupt, empty, of another rate (without `resample`) or longer than `longest_s` is an error.
+    Utterances with fewer than 3 frames are left out and listed in `store.skipped`. Raises DataError if audio is unreadable,
+    empty, longer than `longest_s`, or of another rate and `resample` is not set.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / INDEX).unlink(missing_ok=True)  # an interrupted extraction leaves no folder that looks whole
-    work = partial(_features, options=options, resample=resample, longest_s=longest_s)
-    kept: list[Utterance] = []
-    made: list[_Made] = []
+    (folder / INDEX).unlink(missing_ok=True)  # an interrupted extraction must not leave a complete-looking folder
+    work = partial(_quantized, options=options, resample=resample, longest_s=longest_s)
+    utterances: list[Utterance] = []
+    quantized: list[_QuantizedUtterance] = []
     skipped: dict[str, str] = {}
     with (folder / DATA).open("wb") as out:
         results = process_map(work, corpus.utterances, jobs=jobs, progress=progress, what="features")
-        for utterance, found in zip(corpus.utterances, results, strict=True):
-            if found.frames < SHORTEST_FRAMES:
-                skipped[utterance.id] = f"too short: {found.frames} frames, {SHORTEST_FRAMES} are needed"
+        for utterance, result in zip(corpus.utterances, results, strict=True):
+            if result.frames < SHORTEST_FRAMES:
+                skipped[utterance.id] = f"too short: {result.frames} frames, {SHORTEST_FRAMES} are needed"
                 continue
-            out.write(found.data.tobytes())
-            found.data = np.empty(0, np.uint8)
-            kept.append(utterance)
-            made.append(found)
-    if not kept:
+            out.write(result.data.tobytes())
+            result.data = np.empty(0, np.uint8)
+            utterances.append(utterance)
+            quantized.append(result)
+    if not utterances:
         raise DataError("every utterance is too short for features", where=str(corpus.folder))
-    ranges = _normalised_ranges(kept, made, options.cmvn)
+    ranges = _normalized_ranges(utterances, quantized, options.cmvn)
     np.save(folder / RANGES, ranges, allow_pickle=False)
     index = {
         "format": FORMAT,
         "options": asdict(options),
-        "utterances": [[u.id, u.speaker, m.frames] for u, m in zip(kept, made, strict=True)],
+        "utterances": [[u.id, u.speaker, q.frames] for u, q in zip(utterances, quantized, strict=True)],
         "skipped": skipped,
     }
     part = folder / (INDEX + ".part")
@@ -119,32 +123,33 @@ def extract(
     return FeatureStore.open(folder)
 
 
-def _features(utterance: Utterance, options: FeatureOptions, resample: bool, longest_s: float) -> _Made:
+def _quantized(utterance: Utterance, options: FeatureOptions, resample: bool, longest_s: float) -> _QuantizedUtterance:
     samples = read_audio(utterance, options.rate, resample=resample, longest_s=longest_s)
     frames = frame_count(len(samples), options.rate)
     if frames < SHORTEST_FRAMES:
-        nothing = np.zeros(0, np.float32)
-        return _Made(frames, nothing, nothing, nothing, nothing, nothing)
+        empty = np.zeros(0, np.float32)
+        return _QuantizedUtterance(frames, empty, empty, empty, empty, empty)
     x = log_mel(samples, options.rate, options.mels, options.low_hz, options.high_hz)
     low, high = x.min(axis=0), x.max(axis=0)
     step = np.maximum((high - low) / np.float32(255), np.float32(1e-8))
     data = np.rint((x - low) / step).astype(np.uint8)
-    return _Made(frames, data, low, step, x.sum(axis=0, dtype=np.float64), np.square(x, dtype=np.float64).sum(axis=0))
+    total, squares = x.sum(axis=0, dtype=np.float64), np.square(x, dtype=np.float64).sum(axis=0)
+    return _QuantizedUtterance(frames, data, low, step, total, squares)
 
 
-def _normalised_ranges(kept: Sequence[Utterance], made: Sequence[_Made], cmvn: str) -> np.ndarray:
-    """float32 [utterances, 2, mels]: low and step of the bytes, so that low + byte * step is already normalised."""
+def _normalized_ranges(utterances: Sequence[Utterance], quantized: Sequence[_QuantizedUtterance], cmvn: str) -> np.ndarray:
+    """Return low and step of the bytes, float32 [utterances, 2, mels], such that low + byte * step is normalized."""
     groups: dict[str, list[int]] = {}
-    for number, utterance in enumerate(kept):
+    for number, utterance in enumerate(utterances):
         groups.setdefault(utterance.speaker if cmvn == "speaker" else utterance.id, []).append(number)
-    ranges = np.stack([np.stack([m.low, m.step]) for m in made])
+    ranges = np.stack([np.stack([q.low, q.step]) for q in quantized])
     if cmvn == "none":
         return ranges
     for members in groups.values():
-        frames = sum(made[n].frames for n in members)
-        mean = np.sum([made[n].total for n in members], axis=0) / frames
-        variance = np.sum([made[n].squares for n in members], axis=0) / frames - mean**2
-        scale = 1.0 / np.sqrt(np.maximum(variance, LEAST_VARIANCE))
+        frames = sum(quantized[n].frames for n in members)
+        mean = np.sum([quantized[n].total for n in members], axis=0) / frames
+        variance = np.sum([quantized[n].squares for n in members], axis=0) / frames - mean**2
+        scale = 1.0 / np.sqrt(np.maximum(variance, MIN_VARIANCE))
         ranges[members, 0] = (ranges[members, 0] - mean) * scale
         ranges[members, 1] = ranges[members, 1] * scale
     return ranges

@@ -1,7 +1,7 @@
-"""Kaldi's own files: archives of matrices, pdf alignments, and the transition table of a text model.
+"""Read and write Kaldi's files: archives of matrices, pdf alignments, and the transition table of a text model.
 
-Read by hand rather than through a library: an archive is data, and must neither unpickle an object nor run a command. Lists
-(.scp) with pipes are refused. Formats: float, double and compressed matrices, integer vectors, and the text forms of both.
+No library is used: an archive is data and must neither unpickle an object nor run a command. Lists (.scp) with pipes are
+rejected. Supported are float, double and compressed matrices, integer vectors, and the text forms of both.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ import numpy as np
 
 from roundelay.errors import DataError
 
-MOST_VALUES = 1 << 31
-"""A header that speaks of more is damaged."""
+MAX_VALUES = 1 << 31
+"""A header that announces more values is corrupt."""
 LARGE = 1 << 24
+"""Bytes above which the size of the file is checked before reading."""
 
 
 class _Malformed(Exception):
-    """What is wrong with an archive; whoever knows the file makes a DataError of it."""
+    """Reason why an archive is malformed. Callers that know the file convert it to a DataError."""
 
 
 # ------------------------------------------------------------------------------------------------ matrices, one by one
 
 
 def _exactly(stream: BinaryIO, count: int) -> bytes:
-    if count > LARGE:  # read() would take the memory first and find the end of the file later
+    if count > LARGE:  # read() allocates the memory before it reaches the end of the file
         here = stream.tell()
         if stream.seek(0, io.SEEK_END) - here < count:
-            raise _Malformed("it ends in the middle of a value")
+            raise _Malformed("the file ends in the middle of a value")
         stream.seek(here)
-    found = stream.read(count)
-    if len(found) != count:
-        raise _Malformed("it ends in the middle of a value")
-    return found
+    content = stream.read(count)
+    if len(content) != count:
+        raise _Malformed("the file ends in the middle of a value")
+    return content
 
 
 def _integer(stream: BinaryIO) -> int:
@@ -50,17 +51,17 @@ def _integer(stream: BinaryIO) -> int:
 
 
 def _token(stream: BinaryIO) -> str:
-    found = b""
-    while not found.endswith(b" "):
-        if len(found) > 8:
-            raise _Malformed(f"an unknown kind of value {found!r}")
-        found += _exactly(stream, 1)
-    return found[:-1].decode("ascii", errors="replace")
+    token = b""
+    while not token.endswith(b" "):
+        if len(token) > 8:
+            raise _Malformed(f"unknown kind of value {token!r}")
+        token += _exactly(stream, 1)
+    return token[:-1].decode("ascii", errors="replace")
 
 
 def _checked(rows: int, columns: int) -> tuple[int, int]:
-    if rows < 0 or columns < 0 or rows * columns > MOST_VALUES:
-        raise _Malformed(f"a matrix of {rows} x {columns}")
+    if rows < 0 or columns < 0 or rows * columns > MAX_VALUES:
+        raise _Malformed(f"impossible matrix size {rows} x {columns}")
     return rows, columns
 
 
@@ -73,16 +74,16 @@ def _binary_shape(stream: BinaryIO) -> tuple[str, tuple[int, int], tuple[float, 
     if kind in ("CM", "CM2", "CM3"):
         low, span, rows, columns = struct.unpack("<ffii", _exactly(stream, 16))
         return kind, _checked(rows, columns), (low, span)
-    raise _Malformed(f"an unknown kind of value '{kind}'")
+    raise _Malformed(f"unknown kind of value '{kind}'")
 
 
 def _read_matrix(stream: BinaryIO) -> np.ndarray:
-    """float32 [rows, columns] from where the value begins; a vector is one row."""
+    """Return the value at the position of the stream, float32 [rows, columns]; a vector is one row."""
     if _exactly(stream, 1) != b"\0":
         stream.seek(-1, io.SEEK_CUR)
         return _text_matrix(stream)
     if _exactly(stream, 1) != b"B":
-        raise _Malformed("no value begins there")
+        raise _Malformed("no value begins at this position")
     kind, (rows, columns), (low, span) = _binary_shape(stream)
     if kind in ("FM", "FV"):
         return np.frombuffer(_exactly(stream, 4 * rows * columns), "<f4").reshape(rows, columns).copy()
@@ -100,7 +101,7 @@ def _read_matrix(stream: BinaryIO) -> np.ndarray:
 
 
 def _between_corners(values: np.ndarray, corners: np.ndarray) -> np.ndarray:
-    """Kaldi's compression: a byte lies on three straight lines between four percentiles of its column."""
+    """Decompress bytes: piecewise linear between four percentiles of each column, as in Kaldi's CompressedMatrix."""
     p0, p25, p75, p100 = (corners[:, k : k + 1] for k in range(4))
     first = p0 + (p25 - p0) * values / 64
     middle = p25 + (p75 - p25) * (values - 64) / 128
@@ -117,23 +118,23 @@ def _text_matrix(stream: BinaryIO) -> np.ndarray:
         text += line
     before, _, inside = text.partition(b"[")
     if before.strip():
-        raise _Malformed("no matrix begins there")
+        raise _Malformed("no matrix begins at this position")
     try:
         rows = [[float(v) for v in row.split()] for row in inside.partition(b"]")[0].splitlines() if row.strip()]
         return np.array(rows, np.float32).reshape(len(rows), -1)
     except ValueError as error:
-        raise _Malformed(f"a matrix in text form: {error}") from None
+        raise _Malformed(f"malformed matrix in text form: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------------------ lists
 
 
 class Matrices(Mapping[str, np.ndarray]):
-    """The matrices a Kaldi list (.scp) points to, read when asked for."""
+    """Matrices of a Kaldi list (.scp) by key. Every access reads the file."""
 
     def __init__(self, scp: Path) -> None:
         self.scp = Path(scp)
-        self._places: dict[str, tuple[Path, int, str]] = {}
+        self._locations: dict[str, tuple[Path, int, str]] = {}
         try:
             lines = self.scp.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -142,22 +143,22 @@ class Matrices(Mapping[str, np.ndarray]):
             where = f"{scp}, line {number}"
             if not line.strip():
                 continue
-            id, place = (*line.split(None, 1), "")[:2]
-            if id in self._places:
-                raise DataError(f"'{id}' stands there twice", where=where, hint="remove one of the lines")
-            self._places[id] = (*_place(place.strip(), self.scp.parent, where), where)
+            id, location = (*line.split(None, 1), "")[:2]
+            if id in self._locations:
+                raise DataError(f"duplicate entry '{id}'", where=where, hint="remove one of the lines")
+            self._locations[id] = (*_location(location.strip(), self.scp.parent, where), where)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._locations)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def __contains__(self, id: object) -> bool:
-        return id in self._places
+        return id in self._locations
 
     def __getitem__(self, id: str) -> np.ndarray:
-        path, offset, where = self._places[id]
+        path, offset, where = self._locations[id]
         try:
             with path.open("rb") as stream:
                 stream.seek(offset)
@@ -166,8 +167,8 @@ class Matrices(Mapping[str, np.ndarray]):
             raise DataError(f"the matrix of {id} cannot be read: {error}", where=f"{path} at byte {offset} ({where})") from None
 
     def shape(self, id: str) -> tuple[int, int]:
-        """Rows and columns, from the header where there is one."""
-        path, offset, where = self._places[id]
+        """Return rows and columns. Only the header is read, if there is one."""
+        path, offset, where = self._locations[id]
         try:
             with path.open("rb") as stream:
                 stream.seek(offset)
@@ -179,32 +180,38 @@ class Matrices(Mapping[str, np.ndarray]):
         return rows, columns
 
 
-def _place(text: str, folder: Path, where: str) -> tuple[Path, int]:
+def _location(text: str, folder: Path, where: str) -> tuple[Path, int]:
+    """Return file and byte offset of a list entry."""
     if not text or text.endswith("|") or text.startswith("|"):
         raise DataError(
-            "the list holds a command or nothing", where=where, hint="write the matrices to an archive first; no command is run"
+            "an entry of the list must be a file (got a command or nothing)",
+            where=where,
+            hint="write the matrices to an archive first",
         )
     if text.endswith("]"):
-        raise DataError("ranges of rows are not read", where=where, hint="write the matrices out (copy-feats)")
+        raise DataError("ranges of rows are not supported", where=where, hint="write the matrices out with copy-feats")
     name, _, offset = text.rpartition(":")
     path, at = (Path(name), int(offset)) if name and offset.isdigit() else (Path(text), 0)
     return (path if path.is_absolute() or path.exists() else folder / path), at
 
 
 def read_matrices(scp: Path) -> Matrices:
-    """The matrices of a list by utterance; archives named by relative paths are looked for here, then beside the list."""
+    """Open a Kaldi list. Relative paths start from the working directory or, if there is no such file, from the list's folder.
+
+    Raises DataError if the list is unreadable or contains commands, ranges or duplicate keys.
+    """
     return Matrices(scp)
 
 
 def write_matrices(ark: Path, scp: Path, matrices: Iterable[tuple[str, np.ndarray]]) -> int:
-    """Writes an archive of float matrices and its list; returns how many."""
+    """Write an archive of float matrices and its list. Returns the number of matrices."""
     count = 0
     ark = Path(ark).resolve()
     with ark.open("wb") as out, Path(scp).open("w", encoding="utf-8") as index:
         for id, matrix in matrices:
             x = np.ascontiguousarray(matrix, dtype="<f4")
             if x.ndim != 2:
-                raise DataError(f"what is to be written for {id} has {x.ndim} dimensions, not 2", where=str(ark))
+                raise DataError(f"the matrix of {id} must have 2 dimensions (got {x.ndim})", where=str(ark))
             out.write(id.encode() + b" ")
             index.write(f"{id} {ark}:{out.tell()}\n")
             out.write(b"\0BFM \x04" + struct.pack("<i", x.shape[0]) + b"\x04" + struct.pack("<i", x.shape[1]))
@@ -217,27 +224,32 @@ def write_matrices(ark: Path, scp: Path, matrices: Iterable[tuple[str, np.ndarra
 
 
 def read_pdf_alignments(path: Path, transitions: np.ndarray | None = None) -> dict[str, np.ndarray]:
-    """int32 states by utterance from what `ali-to-pdf` wrote: binary or text, compressed (.gz) or not; a folder means all its
-    ali.* files. With `transitions` (of `read_transitions`) the file holds transition-ids, as Kaldi's own ali.*.gz do."""
+    """Return int32 pdf ids by utterance from the output of `ali-to-pdf`: binary or text, compressed (.gz) or not.
+
+    If `path` is a folder, all its ali.* files are read. With `transitions` (from `read_transitions`) the files contain
+    transition-ids, as Kaldi's own ali.*.gz do. Raises DataError for corrupt files and duplicate utterances.
+    """
     path = Path(path)
     files = sorted(path.glob("ali.*")) if path.is_dir() else [path]
     if not files:
-        raise DataError("there are no alignments (ali.*) in the folder", where=str(path))
-    found: dict[str, np.ndarray] = {}
+        raise DataError("the folder contains no alignments (ali.*)", where=str(path))
+    alignments: dict[str, np.ndarray] = {}
     for file in files:
         for id, values in _integer_vectors(file):
-            if id in found:
+            if id in alignments:
                 raise DataError(f"utterance {id} is aligned twice", where=str(file))
             if transitions is not None:
                 if len(values) and (values.min() < 1 or values.max() >= len(transitions)):
                     raise DataError(
-                        f"utterance {id} has a transition-id the model lacks", where=str(file), hint="use its own final.mdl"
+                        f"utterance {id} has a transition-id that is not in the model",
+                        where=str(file),
+                        hint="use the final.mdl that made the alignments",
                     )
                 values = transitions[values]
             elif len(values) and values.min() < 0:
-                raise DataError(f"utterance {id} has a negative state", where=str(file))
-            found[id] = values
-    return found
+                raise DataError(f"utterance {id} has a negative pdf id", where=str(file))
+            alignments[id] = values
+    return alignments
 
 
 def _integer_vectors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -261,17 +273,17 @@ def _integer_vectors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
                     continue
                 id, values = words[0].decode(), np.array([int(w) for w in words[1:] if w not in (b"[", b"]")], np.int32)
         except (_Malformed, ValueError, OverflowError) as error:
-            raise DataError(f"the alignments are damaged: {error}", where=f"{path} near byte {at}") from None
+            raise DataError(f"the alignments are corrupt: {error}", where=f"{path} near byte {at}") from None
         yield id, values
 
 
 def _binary_vector(content: bytes, at: int) -> tuple[np.ndarray, int]:
     if content[at : at + 1] != b"\x04" or at + 5 > len(content):
-        raise _Malformed("no vector of integers begins there")
+        raise _Malformed("no vector of integers begins at this position")
     count = struct.unpack_from("<i", content, at + 1)[0]
     at += 5
     if count < 0 or at + 5 * count > len(content):
-        raise _Malformed("a vector is cut off")
+        raise _Malformed("a vector is truncated")
     packed = np.frombuffer(content, np.dtype([("size", "u1"), ("value", "<i4")]), count, at)
     if (packed["size"] != 4).any():
         raise _Malformed("a number has an unknown size")
@@ -282,17 +294,19 @@ def _binary_vector(content: bytes, at: int) -> tuple[np.ndarray, int]:
 
 
 def read_transitions(model: Path) -> np.ndarray:
-    """int32 state (pdf) by transition-id of a model in text form (`gmm-copy --binary=false final.mdl final.txt`).
+    """Return the pdf id of every transition-id, int32, from a text model (`gmm-copy --binary=false final.mdl final.txt`).
 
-    Transition-ids count from 1: for each (phone, state, pdf) row in order, one for each transition of that state in its phone's
-    topology. Entry 0 is -1.
+    Transition-ids count from 1: for each (phone, state, pdf) row in order, one for each transition of that state in the
+    topology of its phone. Entry 0 is -1. Raises DataError if the model is binary or malformed.
     """
     try:
         content = Path(model).read_bytes()
     except OSError as error:
         raise DataError(f"cannot read the model: {error}", where=str(model)) from None
     if b"\0" in content[:64]:
-        raise DataError("the model is binary", where=str(model), hint="gmm-copy --binary=false final.mdl final.txt")
+        raise DataError(
+            "the model must be in text form (got binary)", where=str(model), hint="gmm-copy --binary=false final.mdl final.txt"
+        )
     text = content.decode("utf-8", errors="replace")
     try:
         return _transition_pdfs(text)
@@ -304,7 +318,7 @@ def _transition_pdfs(text: str) -> np.ndarray:
     topology = re.search(r"<Topology>(.*?)</Topology>", text, re.DOTALL)
     rows = re.search(r"<(Triples|Tuples)>\s+(\d+)(.*?)</\1>", text, re.DOTALL)
     if topology is None or rows is None:
-        raise ValueError("it has no <Topology> or no <Triples>")
+        raise ValueError("no <Topology> or no <Triples>")
     transitions: dict[tuple[int, int], list[int]] = {}
     for entry in re.findall(r"<TopologyEntry>(.*?)</TopologyEntry>", topology[1], re.DOTALL):
         phones = re.search(r"<ForPhones>(.*?)</ForPhones>", entry, re.DOTALL)
@@ -317,7 +331,7 @@ def _transition_pdfs(text: str) -> np.ndarray:
     width = 3 if rows[1] == "Triples" else 4
     table = np.array(rows[3].split(), np.int64).reshape(-1, width)
     if len(table) != int(rows[2]):
-        raise ValueError(f"{rows[2]} rows are announced, {len(table)} are there")
+        raise ValueError(f"{rows[2]} rows are announced, {len(table)} are present")
     pdfs = [-1]
     for phone, state, forward, *own in table.tolist():
         for target in transitions[phone, state]:

@@ -1,9 +1,9 @@
-"""Training samples: utterances cut into short windows of frames, in an order that is a pure function of seed and epoch.
+"""Cut utterances into training samples: short windows of frames, in an order that depends on seed and epoch only.
 
-Windows follow each other without overlap, as in the published systems (21 frames). The last one of an utterance is moved
-back to end with it, and the frames it shares with the one before do not count twice: their target is IGNORE. An utterance
-shorter than a window is one window, its missing frames repeated from the last and not counted. `context` frames on both sides
-give the network context; they do not count either.
+Windows do not overlap, as in the published systems (21 frames). The last window of an utterance is shifted back to end with the
+utterance. The frames it shares with the window before get the target IGNORE, so that every frame counts once. An utterance
+shorter than a window is one window; its last frame is repeated and the repetitions do not count. `context` frames on both sides
+of a window do not count either.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 IGNORE = -100
-"""torch's cross-entropy leaves these targets out."""
+"""Target of frames that do not count: the default `ignore_index` of torch's cross-entropy."""
 
 
 class FrameSource(Protocol):
@@ -34,7 +34,7 @@ class FrameTargets(Protocol):
 
 @dataclass(frozen=True)
 class WindowIndex:
-    """Where every window lies: utterance number, first frame, first frame that counts (both within the utterance)."""
+    """Position of every window: utterance number, first frame, first frame that counts (both within the utterance)."""
 
     utterance: np.ndarray
     start: np.ndarray
@@ -46,7 +46,7 @@ class WindowIndex:
 
 
 def cut(frames: Sequence[int], length: int) -> WindowIndex:
-    """Windows over utterances of so many frames each."""
+    """Return the windows of utterances, given the number of frames of each utterance."""
     total = np.asarray(frames, np.int64)
     pieces = -(-np.maximum(total, 1) // length)
     utterance = np.repeat(np.arange(len(total)), pieces)
@@ -56,27 +56,30 @@ def cut(frames: Sequence[int], length: int) -> WindowIndex:
 
 
 def order(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """Who comes when in an epoch: drawn from (seed, epoch) alone."""
+    """Return the permutation of sample numbers in an epoch, a function of the arguments only."""
     return np.random.default_rng([seed, 0xC0FFEE, epoch]).permutation(samples)
 
 
 def gather(
     windows: WindowIndex, chosen: np.ndarray, ids: Sequence[str], features: FrameSource, targets: FrameTargets, context: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features [chosen, context + length + context, dim] and targets [chosen, the same] of some windows."""
+    """Return features [chosen, context + length + context, dim] and targets [chosen, context + length + context].
+
+    At the ends of an utterance the first or last frame is repeated. `chosen` must not be empty.
+    """
     width = windows.length + 2 * context
     x: np.ndarray | None = None
     y = np.full((len(chosen), width), IGNORE, np.int64)
     offsets = np.arange(-context, windows.length + context)
     for row, window in enumerate(chosen):
-        name = ids[windows.utterance[window]]
-        whole, states = features[name], targets[name]
+        id = ids[windows.utterance[window]]
+        frames, states = features[id], targets[id]
         if x is None:
-            x = np.empty((len(chosen), width, whole.shape[1]), np.float32)
+            x = np.empty((len(chosen), width, frames.shape[1]), np.float32)
         at = windows.start[window] + offsets
-        x[row] = whole[np.clip(at, 0, len(whole) - 1)]
+        x[row] = frames[np.clip(at, 0, len(frames) - 1)]
         first = windows.counts_from[window]
-        counted = (at >= first) & (at < min(len(whole), windows.start[window] + windows.length))
+        counted = (at >= first) & (at < min(len(frames), windows.start[window] + windows.length))
         y[row, counted] = states[at[counted]]
-    assert x is not None, "no window was chosen"
+    assert x is not None, "chosen must not be empty"
     return x, y

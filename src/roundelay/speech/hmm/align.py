@@ -19,7 +19,7 @@ from roundelay.speech.hmm.hmm import Alignment, AlignmentModel
 from roundelay.speech.hmm.train_gmm import MonoOptions, TriOptions, train_mono, train_tri
 
 if TYPE_CHECKING:
-    from roundelay.speech.corpora.data_dir import Corpus, Utterance
+    from roundelay.speech.corpora.utterance import Corpus, Utterance
     from roundelay.speech.features.feature_store import Stream
     from roundelay.speech.hmm.lexicon import Lexicon
 

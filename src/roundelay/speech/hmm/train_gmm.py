@@ -21,7 +21,7 @@ from roundelay.speech.hmm.tree import ContextStatistics, TiedStates, grow
 from roundelay.speech.hmm.viterbi import Array
 
 if TYPE_CHECKING:
-    from roundelay.speech.corpora.data_dir import Corpus
+    from roundelay.speech.corpora.utterance import Corpus
     from roundelay.speech.hmm.lexicon import Lexicon
 
 Say = Callable[[str], None]

@@ -1,4 +1,4 @@
-"""Trained models for other programs: safetensors with a model card, ONNX checked for equal posteriors, Kaldi posteriors."""
+"""Export trained models: a model card, ONNX verified by comparing posteriors, and posteriors as Kaldi archives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from roundelay.speech.features.kaldi_ark import write_matrices
 from roundelay.speech.nnet.lstm import AcousticModel
 
 TOLERANCE = 1e-3
-"""Largest difference of a log posterior that passes for equal: float32 sums in another order."""
+"""Largest accepted difference of a log posterior. Sums of float32 in another order differ by less."""
 ONNX_OPSET, ONNX_IR = 17, 8
-"""Old enough for any runtime of the last years; LSTM and its neighbours have not changed since."""
+"""Old enough for all current runtimes. The operators used here have not changed since."""
 
 CARD = """---
 library_name: roundelay
@@ -33,11 +33,12 @@ A hybrid HMM acoustic model: {direction} LSTM, {layers} layers of {hidden} cells
 |---|---|
 {facts}
 
-**Inputs.** {inputs} features per frame of 10 ms, as `features.json` describes. The first and the last frame were repeated
-{edge} times in training; `log_posteriors` does so. Do so for the ONNX model, too, and drop the outputs of what was added.
+**Inputs.** {inputs} features per frame of 10 ms, as `features.json` describes. In training the first and the last frame were
+repeated {context} times. `log_posteriors` does this; for the ONNX model, repeat the frames and drop their outputs.
+
 **Outputs.** A logit per tied state. Subtract `log_priors` (priors.safetensors) from the log-softmax for scaled likelihoods.
 
-**Limits.** Trained on the data named above and nothing else; other microphones, rates, accents and languages will do worse.
+**Limits.** Trained only on the data named above. Expect more errors with other microphones, rates, accents and languages.
 
 ```python
 from pathlib import Path
@@ -49,49 +50,61 @@ posteriors = model.log_posteriors(features)      # [frames, {inputs}] -> [frames
 
 
 def model_card(model: AcousticModel, title: str, facts: dict[str, Any]) -> str:
+    """Return a model card in Markdown. `facts` become the rows of its table."""
     shape = model.shape
     return CARD.format(
         title=title,
-        direction="bidirectional" if shape.both_ways else "unidirectional",
-        per_direction=" per direction" if shape.both_ways else "",
+        direction="bidirectional" if shape.bidirectional else "unidirectional",
+        per_direction=" per direction" if shape.bidirectional else "",
         parameters=shape.parameters,
         facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
-        **{k: v for k, v in asdict(shape).items() if k in ("layers", "hidden", "bottleneck", "outputs", "inputs", "edge")},
+        **{k: v for k, v in asdict(shape).items() if k in ("layers", "hidden", "bottleneck", "outputs", "inputs", "context")},
     )
 
 
 def write_onnx(model: AcousticModel, path: Path, frames: int = 50) -> float:
-    """Writes model.onnx (any batch, any number of frames); returns the largest difference of a log posterior."""
+    """Write an ONNX model for any batch size and number of frames, and compare it with `model` in onnxruntime.
+
+    Returns the largest difference of a log posterior. Raises DataError if it exceeds TOLERANCE (the file is removed) and
+    UsageError if onnx or onnxruntime is not installed.
+    """
     try:
         import onnx
         import onnxruntime
     except ImportError as error:
-        raise UsageError(f"writing ONNX needs {error.name}", where="export", hint="pip install 'roundelay[onnx]'") from error
+        raise UsageError(
+            f"writing ONNX needs the {error.name} package", where="export", hint="pip install 'roundelay[onnx]'"
+        ) from error
     model.eval()
     onnx.save(onnx_graph(model), str(path))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     worst = 0.0
     for batch, length in ((2, frames), (1, 2 * frames + 3)):
         x = torch.randn(batch, length, model.shape.inputs, generator=torch.Generator().manual_seed(length))
-        theirs = torch.from_numpy(np.asarray(session.run(None, {"features": x.numpy()})[0])).log_softmax(-1)
+        exported = torch.from_numpy(np.asarray(session.run(None, {"features": x.numpy()})[0])).log_softmax(-1)
         with torch.no_grad():
-            worst = max(worst, float((model(x).log_softmax(-1) - theirs).abs().max()))
+            worst = max(worst, float((model(x).log_softmax(-1) - exported).abs().max()))
     if worst > TOLERANCE:
         path.unlink()
         raise DataError(
-            f"the ONNX model's log posteriors differ by {worst:.2g}", where=str(path), hint="report this, with versions"
+            f"log posteriors of the ONNX model must differ by at most {TOLERANCE:g} (got {worst:.2g})",
+            where=str(path),
+            hint="report this with the versions of torch, onnx and onnxruntime",
         )
     return worst
 
 
 def onnx_graph(model: AcousticModel) -> Any:
-    """The network in ONNX's own operators, put together by hand: torch's exporter takes half a minute for it, and the second
-    export of a process fixes the number of frames."""
+    """Return the network as an ONNX model.
+
+    The graph is built by hand: torch's exporter takes half a minute, and its second export in a process fixes the number of
+    frames.
+    """
     from onnx import TensorProto, checker, helper, numpy_helper
 
     weights = {name: t.detach().cpu().numpy() for name, t in model.state_dict().items()}
     shape, nodes, constants = model.shape, [], []
-    ways = ("", "_reverse") if shape.both_ways else ("",)
+    directions = ("", "_reverse") if shape.bidirectional else ("",)
 
     def constant(name: str, value: np.ndarray) -> str:
         constants.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
@@ -106,11 +119,13 @@ def onnx_graph(model: AcousticModel) -> Any:
         return node("Add", [product, constant(f"{name}.bias", weights[f"{name}.bias"])], output)
 
     def gates(name: str, layer: int) -> np.ndarray:
-        """[directions, gates, ...]: ONNX wants input, output, forget, cell; torch has input, forget, cell, output."""
-        found = [weights[f"lstm.{name}_l{layer}{way}"].reshape(4, shape.hidden, -1)[[0, 3, 1, 2]] for way in ways]
-        return np.stack(found).reshape(len(ways), 4 * shape.hidden, -1)
+        """Return [directions, gates, ...] in ONNX's order: input, output, forget, cell. torch's is input, forget, cell, output."""
+        stacked = np.stack(
+            [weights[f"lstm.{name}_l{layer}{suffix}"].reshape(4, shape.hidden, -1)[[0, 3, 1, 2]] for suffix in directions]
+        )
+        return stacked.reshape(len(directions), 4 * shape.hidden, -1)
 
-    joined = constant("joined", np.array([0, 0, len(ways) * shape.hidden], np.int64))
+    joined = constant("joined", np.array([0, 0, len(directions) * shape.hidden], np.int64))
     x = node("Transpose", ["features"], "by_frame", perm=[1, 0, 2])
     for layer in range(shape.layers):
         biases = np.concatenate([gates("bias_ih", layer), gates("bias_hh", layer)], axis=1)[..., 0]
@@ -120,30 +135,31 @@ def onnx_graph(model: AcousticModel) -> Any:
             constant(f"lstm.{layer}.R", gates("weight_hh", layer)),
             constant(f"lstm.{layer}.B", biases),
         ]
-        direction = "bidirectional" if shape.both_ways else "forward"
+        direction = "bidirectional" if shape.bidirectional else "forward"
         states = node("LSTM", inputs, f"lstm.{layer}", hidden_size=shape.hidden, direction=direction)
-        beside = node("Transpose", [states], f"lstm.{layer}.beside", perm=[0, 2, 1, 3])
-        x = node("Reshape", [beside, joined], f"lstm.{layer}.joined")
+        by_direction = node("Transpose", [states], f"lstm.{layer}.by_direction", perm=[0, 2, 1, 3])
+        x = node("Reshape", [by_direction, joined], f"lstm.{layer}.joined")
     x = node("Transpose", [x], "by_utterance", perm=[1, 0, 2])
     if shape.bottleneck:
         x = linear("bottleneck", x, "bottleneck")
     linear("outputs", x, "scores")
-    ends = [
+    inputs_outputs = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "frames", size])
         for name, size in (("features", shape.inputs), ("scores", shape.outputs))
     ]
-    graph = helper.make_graph(nodes, "acoustic_model", ends[:1], ends[1:], constants)
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", ONNX_OPSET)], ir_version=ONNX_IR)
-    checker.check_model(made)
-    return made
+    graph = helper.make_graph(nodes, "acoustic_model", inputs_outputs[:1], inputs_outputs[1:], constants)
+    onnx_model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", ONNX_OPSET)], ir_version=ONNX_IR)
+    checker.check_model(onnx_model)
+    return onnx_model
 
 
 def write_posteriors(folder: Path, matrices: Iterable[tuple[str, np.ndarray]]) -> int:
-    """post.ark and post.scp; returns how many utterances."""
+    """Write posteriors by utterance to post.ark and post.scp in a folder. Returns the number of utterances."""
     folder.mkdir(parents=True, exist_ok=True)
     return write_matrices(folder / "post.ark", folder / "post.scp", matrices)
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    about = json.loads(path.read_text())
-    return {k: v for k, v in about.items() if k != "shape"}
+    """Return the metadata of a model.json, without the shape."""
+    content = json.loads(path.read_text())
+    return {k: v for k, v in content.items() if k != "shape"}

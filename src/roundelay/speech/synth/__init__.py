@@ -1,1 +1,1 @@
-"""A spoken corpus out of nothing: sentences of a small grammar, said by many voices of espeak-ng, over bad telephone lines."""
+"""Synthesize a speech corpus: sentences of a small grammar, many voices of espeak-ng, and noisy telephone lines."""

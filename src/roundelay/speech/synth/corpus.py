@@ -1,8 +1,9 @@
-"""`roundelay synth`: train, dev and test sets of synthetic speech, with lexicon, text for a language model, and word times.
+"""Synthesize train, dev and test sets with a lexicon, text for a language model, and word times (`roundelay synth`).
 
-Speakers and sentences of the sets are disjoint. Every utterance is a function of the seed and its own name, whatever process
-makes it. In the folder: {train,dev,test}/ as Kaldi data directories (audio as FLAC below them; `word_times` with utterance,
-word, start and end in seconds; `utt2snr`), lexicon.txt, lm.txt, synth.json with the options and speakers.
+Speakers and sentences of the sets are disjoint. Every utterance is a function of the seed and its number, independent of the
+process that synthesizes it. The folder contains {train,dev,test}/ as Kaldi data directories (audio as FLAC below them;
+`word_times` with utterance, word, start and end in seconds; `utt2snr`), lexicon.txt, lm.txt, and synth.json with the options
+and speakers.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ import numpy as np
 
 from roundelay.core.process_map import process_map
 from roundelay.errors import UsageError
-from roundelay.speech.corpora.data_dir import Corpus, Utterance, write_data_dir
+from roundelay.speech.corpora.kaldi_dir import write_data_dir
+from roundelay.speech.corpora.utterance import Corpus, Utterance
 from roundelay.speech.hmm.arpabet import from_ipa
 from roundelay.speech.hmm.lexicon import Lexicon, from_counts, pronounce
 from roundelay.speech.synth import espeak, grammar
-from roundelay.speech.synth.channel import transmit, warped
+from roundelay.speech.synth.channel import transmit, warp_vocal_tract
 from roundelay.speech.synth.voices import ACCENTS, VARIANTS, Speaker, draw_speakers
 
 SETS = ("train", "dev", "test")
 BABBLE_TALKERS, BABBLE_S = 4, 10.0
 LEXICON_SENTENCES = 1200
-"""Sentences of the language model's text whose sounds are counted for the lexicon."""
+"""Sentences of the language model text from which pronunciations are counted."""
 
 
 @dataclass(frozen=True)
 class SynthOptions:
-    """seed      everything is drawn from it
-    rate         8000 is a telephone line (300 to 3400 Hz, μ-law), 16000 a microphone
-    snr          least and greatest signal-to-noise ratio in dB, drawn uniformly
-    lm_sentences sentences of text for the language model, none of them in a set
+    """Options of a synthesized corpus.
+
+    seed           seed of all random choices
+    rate           samples per second: 8000 is a telephone line (300 to 3400 Hz, μ-law), 16000 a microphone
+    snr            smallest and largest signal-to-noise ratio in dB; the ratio is drawn uniformly
+    lm_sentences   sentences of text for the language model, none of which is in a set
     """
 
     seed: int = 0
@@ -52,34 +56,43 @@ class SynthOptions:
 
     def __post_init__(self) -> None:
         if not 8000 <= self.rate <= 22050:
-            raise UsageError(f"rate is {self.rate}", where="synth", hint="choose 8000 or 16000")
+            raise UsageError(
+                f"rate must be between 8000 and 22050 (got {self.rate})", where="synth", hint="choose 8000 or 16000"
+            )
         if not self.snr[0] <= self.snr[1]:
-            raise UsageError(f"snr goes from {self.snr[0]} to {self.snr[1]} dB", where="synth", hint="least first")
+            raise UsageError(
+                f"snr must be (smallest, largest) (got {self.snr})", where="synth", hint="give the smaller ratio first"
+            )
         for name in SETS:
             speakers, utterances = self.size(name)
             if not 0 < speakers <= utterances:
                 raise UsageError(
-                    f"{utterances} utterances of {speakers} speakers", where=f"synth, {name}", hint="at least one each"
+                    f"{name} must have 1 <= speakers <= utterances (got {speakers} speakers, {utterances} utterances)",
+                    where=f"synth, {name}",
+                    hint="request at least one utterance of each speaker",
                 )
 
     def size(self, name: str) -> tuple[int, int]:
+        """Return the number of speakers and utterances of a set."""
         return getattr(self, f"{name}_speakers"), getattr(self, f"{name}_utterances")
 
 
 @dataclass(frozen=True)
-class _Order:
-    """One utterance to be made: all that a process must know."""
+class _UtteranceJob:
+    """One utterance to synthesize."""
 
     id: str
     words: tuple[str, ...]
     speaker: Speaker
-    dice: tuple[int, ...]
+    seed: tuple[int, ...]
     audio: Path
     options: SynthOptions
 
 
 @dataclass(frozen=True)
-class _Receipt:
+class _UtteranceInfo:
+    """Properties of a synthesized utterance: word times in seconds, duration, signal-to-noise ratio, kind of noise."""
+
     words: list[tuple[float, float]]
     seconds: float
     snr_db: float
@@ -87,79 +100,72 @@ class _Receipt:
 
 
 def synthesize(folder: Path, options: SynthOptions, *, jobs: int = 1, progress: str = "auto") -> dict[str, Corpus]:
-    """Makes the corpus; returns its sets by name."""
+    """Write the corpus to `folder` and return its sets by name. synth.json is written last and marks a complete corpus."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "synth.json").unlink(missing_ok=True)
     _check_voices()
     texts = grammar.draw(options.seed, {**{name: options.size(name)[1] for name in SETS}, "lm": options.lm_sentences})
     speakers = draw_speakers(options.seed, {name: options.size(name)[0] for name in SETS})
-    orders = {name: _orders(folder, name, texts[name], speakers[name], options) for name in SETS}
-    everything = [order for name in SETS for order in orders[name]]
-    receipts = dict(
-        zip(
-            (o.id for o in everything),
-            process_map(_make, everything, jobs=jobs, progress=progress, what="speaking"),
-            strict=True,
-        )
-    )
-    sets = {name: _write_set(folder / name, orders[name], receipts) for name in SETS}
+    by_set = {name: _utterance_jobs(folder, name, texts[name], speakers[name], options) for name in SETS}
+    all_jobs = [job for name in SETS for job in by_set[name]]
+    results = process_map(_synthesize_utterance, all_jobs, jobs=jobs, progress=progress, what="synthesis")
+    infos = dict(zip((job.id for job in all_jobs), results, strict=True))
+    sets = {name: _write_set(folder / name, by_set[name], infos) for name in SETS}
     (folder / "lm.txt").write_text("".join(" ".join(words) + "\n" for words in texts["lm"]), encoding="utf-8")
-    heard_lexicon(texts["lm"][:LEXICON_SENTENCES]).write(folder / "lexicon.txt")
-    about = {"options": asdict(options), "speakers": {name: [asdict(s) for s in speakers[name]] for name in SETS}}
-    (folder / "synth.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+    estimate_lexicon(texts["lm"][:LEXICON_SENTENCES]).write(folder / "lexicon.txt")
+    metadata = {"options": asdict(options), "speakers": {name: [asdict(s) for s in speakers[name]] for name in SETS}}
+    (folder / "synth.json").write_text(json.dumps(metadata, indent=1), encoding="utf-8")
     return sets
 
 
 def _check_voices() -> None:
-    absent = set(VARIANTS) - espeak.variants()
-    if absent:
-        raise UsageError(
-            f"this espeak-ng lacks voice variants: {', '.join(sorted(absent))}", hint="install espeakng-loader 0.2.4"
-        )
+    missing = set(VARIANTS) - espeak.variants()
+    if missing:
+        raise UsageError(f"espeak-ng has no voice variants {', '.join(sorted(missing))}", hint="install espeakng-loader 0.2.4")
 
 
-def _orders(
+def _utterance_jobs(
     folder: Path, name: str, texts: Sequence[tuple[str, ...]], speakers: Sequence[Speaker], options: SynthOptions
-) -> list[_Order]:
-    orders = []
+) -> list[_UtteranceJob]:
+    jobs = []
     for number, words in enumerate(texts):
         speaker = speakers[number % len(speakers)]
         id = f"{speaker.id}-{number // len(speakers):04d}"
         audio = folder / name / "flac" / speaker.id / f"{id}.flac"
         audio.parent.mkdir(parents=True, exist_ok=True)
-        orders.append(_Order(id, words, speaker, (options.seed, SETS.index(name), number), audio, options))
-    return sorted(orders, key=lambda order: order.id)
+        jobs.append(_UtteranceJob(id, words, speaker, (options.seed, SETS.index(name), number), audio, options))
+    return sorted(jobs, key=lambda job: job.id)
 
 
-def _make(order: _Order) -> _Receipt:
-    """Says, perturbs and writes one utterance."""
+def _synthesize_utterance(job: _UtteranceJob) -> _UtteranceInfo:
+    """Synthesize, distort and write one utterance."""
     import soundfile
 
-    dice = np.random.default_rng(order.dice)
-    rate, warp = order.options.rate, order.speaker.warp
-    said = espeak.say([word.lower() for word in order.words], order.speaker.voice, order.speaker.manner(dice))
-    speech = warped(said.samples, said.rate, rate, warp)
-    times = [(start / warp, end / warp) for start, end in said.words]
-    babble = _babble(order.options.seed, rate)
-    heard = transmit(speech, (times[0][0], times[-1][1]), rate, dice, order.options.snr, babble)
-    soundfile.write(order.audio, heard.samples, rate, format="FLAC", subtype="PCM_16")
-    shifted = [(start + heard.lead_s, end + heard.lead_s) for start, end in times]
-    return _Receipt(shifted, len(heard.samples) / rate, heard.snr_db, heard.kind)
+    rng = np.random.default_rng(job.seed)
+    rate, warp = job.options.rate, job.speaker.warp
+    speech = espeak.synthesize_words([word.lower() for word in job.words], job.speaker.voice, job.speaker.prosody(rng))
+    samples = warp_vocal_tract(speech.samples, speech.rate, rate, warp)
+    times = [(start / warp, end / warp) for start, end in speech.words]
+    babble = _babble(job.options.seed, rate)
+    audio = transmit(samples, (times[0][0], times[-1][1]), rate, rng, job.options.snr, babble)
+    soundfile.write(job.audio, audio.samples, rate, format="FLAC", subtype="PCM_16")
+    shifted = [(start + audio.lead_s, end + audio.lead_s) for start, end in times]
+    return _UtteranceInfo(shifted, len(audio.samples) / rate, audio.snr_db, audio.kind)
 
 
 @lru_cache(maxsize=1)
 def _babble(seed: int, rate: int) -> np.ndarray:
-    """A room full of talk: several speakers over each other, the same for all utterances of a corpus."""
-    dice = np.random.default_rng([seed, 0xBABB])
+    """Return babble noise: several speakers at once, the same for all utterances of a corpus."""
+    rng = np.random.default_rng([seed, 0xBABB])
     talkers = draw_speakers(seed ^ 0xBABB, {"babble": BABBLE_TALKERS})["babble"]
     total = int(BABBLE_S * rate)
     mixed = np.zeros(total, np.float32)
     for talker in talkers:
         pieces: list[np.ndarray] = []
         for sentence in grammar.sentences(Random(f"babble {seed} {talker.id}")):
-            said = espeak.say([word.lower() for word in sentence], talker.voice, talker.manner(dice))
-            pieces.append(warped(said.samples, said.rate, rate, talker.warp))
+            speech = espeak.synthesize_words([word.lower() for word in sentence], talker.voice, talker.prosody(rng))
+            pieces.append(warp_vocal_tract(speech.samples, speech.rate, rate, talker.warp))
             if sum(map(len, pieces)) >= total:
                 break
         voice = np.concatenate(pieces)[:total]
@@ -167,29 +173,30 @@ def _babble(seed: int, rate: int) -> np.ndarray:
     return mixed
 
 
-def _write_set(folder: Path, orders: Sequence[_Order], receipts: dict[str, _Receipt]) -> Corpus:
-    made = write_data_dir(folder, [Utterance(o.id, o.speaker.id, o.words, o.audio) for o in orders])
+def _write_set(folder: Path, jobs: Sequence[_UtteranceJob], infos: dict[str, _UtteranceInfo]) -> Corpus:
+    """Write a data directory with word_times, utt2dur and utt2snr."""
+    corpus = write_data_dir(folder, [Utterance(job.id, job.speaker.id, job.words, job.audio) for job in jobs])
     with (folder / "word_times").open("w", encoding="utf-8") as times:
-        for order in orders:
-            for word, (start, end) in zip(order.words, receipts[order.id].words, strict=True):
-                times.write(f"{order.id} {word} {start:.3f} {end:.3f}\n")
-    found = [(order.id, receipts[order.id]) for order in orders]
-    (folder / "utt2dur").write_text("".join(f"{id} {r.seconds:.3f}\n" for id, r in found))
-    (folder / "utt2snr").write_text("".join(f"{id} {r.snr_db:.2f} {r.noise}\n" for id, r in found))
-    return made
+        for job in jobs:
+            for word, (start, end) in zip(job.words, infos[job.id].words, strict=True):
+                times.write(f"{job.id} {word} {start:.3f} {end:.3f}\n")
+    rows = [(job.id, infos[job.id]) for job in jobs]
+    (folder / "utt2dur").write_text("".join(f"{id} {info.seconds:.3f}\n" for id, info in rows))
+    (folder / "utt2snr").write_text("".join(f"{id} {info.snr_db:.2f} {info.noise}\n" for id, info in rows))
+    return corpus
 
 
-def heard_lexicon(texts: Sequence[tuple[str, ...]]) -> Lexicon:
-    """Pronunciations of the grammar's words as all accents say them in these sentences, with their frequencies."""
+def estimate_lexicon(texts: Sequence[tuple[str, ...]]) -> Lexicon:
+    """Return the pronunciations of the grammar's words with their frequencies, counted in these sentences in all accents."""
     counts: dict[str, dict[tuple[str, ...], int]] = {}
     for accent in ACCENTS:
         for words, ipa in zip(texts, espeak.phonemes([" ".join(words).lower() for words in texts], accent), strict=True):
             parts = ipa.split()
             if len(parts) != len(words):
-                continue  # espeak-ng runs some words together ("in the"): whose sound is whose is not told
+                continue  # espeak-ng joins some words ("in the") and does not report the boundary
             for word, part in zip(words, parts, strict=True):
                 phones = from_ipa(part)
-                heard = counts.setdefault(word, {})
-                heard[phones] = heard.get(phones, 0) + 1
-    absent = [word for word in grammar.vocabulary() if word not in counts]
-    return from_counts(counts).merged(pronounce(absent, ACCENTS)) if absent else from_counts(counts)
+                pronunciations = counts.setdefault(word, {})
+                pronunciations[phones] = pronunciations.get(phones, 0) + 1
+    missing = [word for word in grammar.vocabulary() if word not in counts]
+    return from_counts(counts).merged(pronounce(missing, ACCENTS)) if missing else from_counts(counts)

@@ -1,9 +1,10 @@
-"""espeak-ng through its C interface: speech with the time of every word, and pronunciations.
+"""Call espeak-ng through its C interface: speech with the times of its words, and pronunciations.
 
-espeak-ng is GPL-3, so it is an extra that the user installs (`pip install 'roundelay[synth]'`) and that nothing else needs.
+espeak-ng is licensed under GPL-3, so it is an optional dependency (`pip install 'roundelay[synth]'`).
 
-It keeps much of an utterance in static variables (phases, noise, leftover samples), so the same call twice gives different
-audio. Every utterance here is said by a library loaded afresh, a millisecond's work, and thus depends on nothing before it.
+The library keeps state in static variables (phases, noise, leftover samples), so that repeated calls give different audio.
+Every utterance here is synthesized by a newly loaded library, which takes about a millisecond, and depends on its arguments
+only.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TEXT_POSITION_CHARACTERS = 1
 END, WORD, PHONEME = 0, 1, 7
 SEPARATOR = "_"
 STOPS = frozenset({"p", "b", "t", "d", "k", "g", "t2", "t#", "d#", "tS", "dZ", "?", "p2", "t[", "d["})
-"""espeak's names of sounds that begin with a closure: the silence before their burst is part of the word."""
+"""Phonemes of espeak-ng that begin with a closure. The silence before their burst belongs to the word."""
 
 
 class _Event(ctypes.Structure):
@@ -50,8 +51,8 @@ _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctype
 
 
 @dataclass(frozen=True)
-class Spoken:
-    """int16 samples, their rate, and where each word begins and ends in seconds."""
+class Speech:
+    """int16 samples, their rate, and the start and end of each word in seconds."""
 
     samples: np.ndarray
     rate: int
@@ -59,8 +60,8 @@ class Spoken:
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How it is said: words per minute, pitch and its range (0 to 99), pause between words in units of 10 ms."""
+class Prosody:
+    """Words per minute, pitch and pitch range (0 to 99), and pause between words in units of 10 ms."""
 
     rate: int = 175
     pitch: int = 50
@@ -69,29 +70,33 @@ class Manner:
 
 
 def _paths() -> tuple[str, str]:
+    """Return the paths of the library and of its data. Raises UsageError if espeak-ng is not installed."""
     try:
         import espeakng_loader
     except ImportError:
-        raise UsageError(
-            "speech synthesis needs espeak-ng, which is not installed", hint="pip install 'roundelay[synth]'"
-        ) from None
+        raise UsageError("speech synthesis needs the espeakng-loader package", hint="pip install 'roundelay[synth]'") from None
     return espeakng_loader.get_library_path(), espeakng_loader.get_data_path()
 
 
 def variants() -> set[str]:
-    """The voice variants that are there: espeak-ng itself takes an unknown one for none, without a word."""
+    """Return the installed voice variants. espeak-ng itself ignores an unknown variant silently."""
     return {path.name for path in (Path(_paths()[1]) / "voices" / "!v").iterdir()}
 
 
 @contextmanager
 def _fresh_library() -> Iterator[tuple[Any, int]]:
-    """The library as if just installed, and its sample rate."""
+    """Load the library, yield it and its sample rate, and unload it.
+
+    Raises UsageError if another part of the process keeps the library loaded, because its state would then persist.
+    """
     path, data = _paths()
     library = ctypes.CDLL(path)
     try:
         rate = library.espeak_Initialize(SYNCHRONOUS, BUFFER_MS, os.fsencode(data), PHONEME_EVENTS | DO_NOT_EXIT)
         if rate <= 0:
-            raise RoundelayError("espeak-ng does not start", where=path, hint="pip install --force-reinstall espeakng-loader")
+            raise RoundelayError(
+                f"espeak_Initialize failed with code {rate}", where=path, hint="pip install --force-reinstall espeakng-loader"
+            )
         ctypes.CDLL(None).srand(1)
         yield library, rate
         library.espeak_Terminate()
@@ -99,9 +104,9 @@ def _fresh_library() -> Iterator[tuple[Any, int]]:
         _ctypes.dlclose(library._handle)
     if _still_loaded(path):
         raise UsageError(
-            "espeak-ng is also used by another part of this process, so its speech would not be repeatable",
+            "espeak-ng is loaded by another part of this process, so its speech would not be reproducible",
             where=path,
-            hint="synthesize in a process of its own",
+            hint="synthesize in a separate process",
         )
 
 
@@ -124,17 +129,20 @@ def _set_voice(library: Any, voice: str) -> None:
         raise UsageError(f"espeak-ng has no voice variant '{variant}'", hint="'espeak-ng --voices=variant' lists them")
 
 
-def say(words: Sequence[str], voice: str, manner: Manner) -> Spoken:
-    """Says words with a voice ("en-us+m3"); what comes out depends on the arguments alone."""
+def synthesize_words(words: Sequence[str], voice: str, prosody: Prosody) -> Speech:
+    """Synthesize words with a voice such as "en-us+m3". The result depends on the arguments only.
+
+    Raises UsageError for an unknown voice and DataError if espeak-ng produces no sound or no time for a word.
+    """
     pieces: list[np.ndarray] = []
     events: list[tuple[int, int, int, str]] = []
 
-    def receive(samples: Any, count: int, found: Any) -> int:
+    def receive(samples: Any, count: int, reported: Any) -> int:
         if samples and count > 0:
             pieces.append(np.ctypeslib.as_array(samples, (count,)).copy())
         at = 0
-        while found[at].type != END:
-            event = found[at]
+        while reported[at].type != END:
+            event = reported[at]
             if event.type in (WORD, PHONEME):
                 name = event.name.decode("utf-8", errors="replace") if event.type == PHONEME else ""
                 events.append((event.type, event.text_position, event.sample, name))
@@ -145,19 +153,19 @@ def say(words: Sequence[str], voice: str, manner: Manner) -> Spoken:
     text = " ".join(words)
     with _fresh_library() as (library, rate):
         _set_voice(library, voice)
-        for parameter, value in ((RATE, manner.rate), (PITCH, manner.pitch), (RANGE, manner.range), (WORD_GAP, manner.gap)):
+        for parameter, value in ((RATE, prosody.rate), (PITCH, prosody.pitch), (RANGE, prosody.range), (WORD_GAP, prosody.gap)):
             if library.espeak_SetParameter(parameter, value, 0) != 0:
-                raise UsageError(f"espeak-ng refuses {value} for parameter {parameter}", where=f"voice {voice}")
+                raise UsageError(f"espeak-ng rejects value {value} of parameter {parameter}", where=f"voice {voice}")
         library.espeak_SetSynthCallback(callback)
         encoded = text.encode()
         if library.espeak_Synth(encoded, len(encoded) + 1, 0, TEXT_POSITION_CHARACTERS, 0, UTF8, None, None) != 0:
-            raise DataError(f"espeak-ng cannot say '{text}'", where=f"voice {voice}")
+            raise DataError(f"espeak-ng cannot synthesize '{text}'", where=f"voice {voice}")
         library.espeak_Synchronize()
     samples = np.concatenate(pieces) if pieces else np.zeros(0, np.int16)
     if not samples.any():
-        raise DataError(f"espeak-ng says nothing for '{text}'", where=f"voice {voice}")
+        raise DataError(f"espeak-ng produces no sound for '{text}'", where=f"voice {voice}")
     times = _word_times(words, events, len(samples), voice)
-    return Spoken(samples, rate, [(start / rate, end / rate) for start, end in times])
+    return Speech(samples, rate, [(start / rate, end / rate) for start, end in times])
 
 
 # ------------------------------------------------------------------------------------------------------- word times
@@ -165,7 +173,7 @@ def say(words: Sequence[str], voice: str, manner: Manner) -> Spoken:
 
 @dataclass
 class _Group:
-    """Words that espeak-ng reports as one ("in the"), when they were reported, and their sounds with their beginnings."""
+    """Words that espeak-ng reports as one ("in the"), the sample of the report, and their sounds with first samples."""
 
     words: list[int]
     reported: int
@@ -174,10 +182,10 @@ class _Group:
 
 
 def _word_times(words: Sequence[str], events: list[tuple[int, int, int, str]], total: int, voice: str) -> list[tuple[int, int]]:
-    """First sample and end of every word.
+    """Return first sample and end of every word.
 
-    Word events come up to a sound too early, so a word begins with its first sound's own event; if that is a stop, whose event
-    marks the burst, it begins with the closure, unless it follows a pause, where no ear could tell.
+    Word events come up to one sound early, so a word begins with the event of its first sound. The event of a stop marks the
+    burst, so a word that begins with a stop begins with the closure. After a pause the closure is inaudible and is left out.
     """
     starts = np.cumsum([0] + [len(word) + 1 for word in words[:-1]]) + 1
     groups: list[_Group] = []
@@ -200,7 +208,9 @@ def _word_times(words: Sequence[str], events: list[tuple[int, int, int, str]], t
         following = groups[number + 1] if number + 1 < len(groups) else None
         group.words = list(range(group.words[0], following.words[0] if following else len(words)))
         if not group.sounds:
-            raise DataError(f"espeak-ng does not say '{words[group.words[0]]}'", where=f"voice {voice}: {' '.join(words)}")
+            raise DataError(
+                f"espeak-ng produces no sound for '{words[group.words[0]]}'", where=f"voice {voice}: {' '.join(words)}"
+            )
     begins = [_begin(group, number in after_pause) for number, group in enumerate(groups)]
     for number, group in enumerate(groups):
         end = min(group.end or total, begins[number + 1] if number + 1 < len(groups) else total)
@@ -209,7 +219,7 @@ def _word_times(words: Sequence[str], events: list[tuple[int, int, int, str]], t
         times += pairwise(bounds)
     if len(times) != len(words):
         raise DataError(
-            f"espeak-ng tells the times of {len(times)} of {len(words)} words", where=f"voice {voice}: {' '.join(words)}"
+            f"espeak-ng reports the times of {len(times)} of {len(words)} words", where=f"voice {voice}: {' '.join(words)}"
         )
     return times
 
@@ -220,7 +230,7 @@ def _begin(group: _Group, after_pause: bool) -> int:
 
 
 def _cuts_within(group: _Group, words: list[str], voice: str) -> list[int]:
-    """Where words reported as one part: each but the first has as many sounds as when it stands alone."""
+    """Return the boundaries of words reported as one: each word but the first has as many sounds as when spoken alone."""
     cuts: list[int] = []
     left = len(group.sounds)
     for word in reversed(words[1:]):
@@ -234,16 +244,16 @@ def _cuts_within(group: _Group, words: list[str], voice: str) -> list[int]:
 
 
 def phonemes(texts: Sequence[str], voice: str) -> list[str]:
-    """IPA of each text: sounds with "_" between them, words with a space."""
+    """Return the IPA transcription of each text: sounds separated by "_", words by a space."""
     mode = IPA | (ord(SEPARATOR) << 8)
-    found = []
+    transcriptions = []
     with _fresh_library() as (library, _):
         _set_voice(library, voice)
         library.espeak_TextToPhonemes.restype = ctypes.c_char_p
         for text in texts:
-            said = []
+            clauses = []
             rest = ctypes.c_char_p(text.encode())
             while rest.value:
-                said.append((library.espeak_TextToPhonemes(ctypes.byref(rest), UTF8, mode) or b"").decode().strip())
-            found.append(" ".join(said))
-    return found
+                clauses.append((library.espeak_TextToPhonemes(ctypes.byref(rest), UTF8, mode) or b"").decode().strip())
+            transcriptions.append(" ".join(clauses))
+    return transcriptions
