@@ -30,7 +30,7 @@ from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore
 from roundelay.speech.graph.hclg import load_graph
 from roundelay.speech.hmm.em_workers import EmWorkers
-from roundelay.speech.hmm.hmm import AlignmentModel
+from roundelay.speech.hmm.model import AlignmentModel
 from roundelay.speech.hmm.lexicon import Lexicon
 
 UTTERANCES = 150

@@ -20,7 +20,7 @@ from roundelay.speech.graph.fst import arrays_of, read_fst, write_arrays
 from roundelay.speech.graph.hclg import Graph, build_graph, load_graph, own_graph
 from roundelay.speech.graph.ngram import estimate, one_of
 from roundelay.speech.hmm.gmm import Gmm
-from roundelay.speech.hmm.hmm import AlignmentModel
+from roundelay.speech.hmm.model import AlignmentModel
 from roundelay.speech.hmm.lexicon import Lexicon
 from roundelay.speech.score import score
 

@@ -17,12 +17,12 @@ from roundelay.speech.features.feature_store import FeatureStore, from_spec
 from roundelay.speech.hmm.adaptation import AdaptedFeatures, adapt
 from roundelay.speech.hmm.fmllr import SpeakerStatistics, adapted, log_volume
 from roundelay.speech.hmm.gmm import Gmm
-from roundelay.speech.hmm.hmm import Frontend
+from roundelay.speech.hmm.model import Frontend
 from roundelay.speech.hmm.train_gmm import (
     MonoOptions,
     SatOptions,
     TriOptions,
-    train_adapted,
+    train_sat,
     train_mono,
     train_tri,
 )
@@ -100,7 +100,7 @@ def test_a_model_of_adapted_speech_fits_speakers_who_differ_better() -> None:
     tri = train_tri(mono, store, said.corpus, LEXICON, TriOptions(leaves=60, passes=6, gaussians=2, splice=0), **quiet)
     words = {u.id: u.words for u in said.corpus.utterances}
     stream = adapt(tri, store, words, LEXICON, progress="none")
-    sat = train_adapted(tri, stream, said.corpus, LEXICON, SatOptions(passes=4), **quiet)
+    sat = train_sat(tri, stream, said.corpus, LEXICON, SatOptions(passes=4), **quiet)
     assert (sat.table == tri.table).all(), "the states are the same, so the graph is, too"
 
     def likelihood(model, features) -> float:  # type: ignore[no-untyped-def]

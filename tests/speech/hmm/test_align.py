@@ -24,10 +24,10 @@ from roundelay.speech.hmm.align import (
     align_all,
     train_mono,
     train_tri,
-    write_states,
+    write_alignments,
 )
 from roundelay.speech.hmm.em_workers import UtteranceBlock
-from roundelay.speech.hmm.hmm import AlignmentModel, seconds
+from roundelay.speech.hmm.model import AlignmentModel, seconds
 
 Lexicon: Any = LEXICON
 QUICK = MonoOptions(passes=12, gaussians=1, deltas=0)
@@ -264,14 +264,14 @@ def test_scores_from_elsewhere_align_as_well(speech: Toy, mono: AlignmentModel, 
 
 def test_states_aligned_elsewhere_are_kept_as_well(tmp_path: Path) -> None:
     states = {"b": np.array([3, 3, 1], np.int32), "a": np.array([0], np.int32)}
-    write_states(tmp_path, states, 4)
+    write_alignments(tmp_path, states, 4)
     found = Alignments.open(tmp_path)
     assert found.ids == ["a", "b"]
     assert found["b"].tolist() == [3, 3, 1]
     assert found.counts().tolist() == [1, 1, 0, 2]
     assert found.words("b") == []
     with pytest.raises(DataError, match="utterance b is aligned to pdf 3 of 3"):
-        write_states(tmp_path, states, 3)
+        write_alignments(tmp_path, states, 3)
 
 
 def test_damaged_alignments_are_named(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from toy_speech import LEXICON, MELS
 
 from roundelay.errors import DataError
 from roundelay.speech.hmm.gmm import Gmm, GmmStatistics
-from roundelay.speech.hmm.hmm import (
+from roundelay.speech.hmm.model import (
     AlignmentModel,
     Frontend,
     UtteranceGraph,
