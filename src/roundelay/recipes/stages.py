@@ -50,9 +50,9 @@ from roundelay.speech.graph.hclg import Graph, build_graph
 from roundelay.speech.graph.ngram import estimate, single_word_ngram
 from roundelay.speech.hmm import word_times
 from roundelay.speech.hmm.align import Alignments, align_all
-from roundelay.speech.hmm.model import AlignmentModel
 from roundelay.speech.hmm.lexicon import Lexicon, pronounce
-from roundelay.speech.hmm.train_gmm import train_sat, train_mono, train_tri
+from roundelay.speech.hmm.model import AlignmentModel
+from roundelay.speech.hmm.train_gmm import train_mono, train_sat, train_tri
 from roundelay.speech.nnet.lstm import WEIGHTS_FILE, AcousticModel, model_folder
 from roundelay.speech.score import paired, read_text, score, write_text
 
@@ -443,7 +443,11 @@ def graph(work: PipelineContext) -> None:
     lexicon = work.lexicon()
     sentences = [line.split() for line in (work.run / "data" / "lm.txt").read_text().splitlines() if line.strip()]
     order = work.recipe.language.order
-    lm = single_word_ngram(lexicon.entries) if work.recipe.language.isolated_words else estimate(sentences, order, sorted(lexicon.entries))
+    lm = (
+        single_word_ngram(lexicon.entries)
+        if work.recipe.language.isolated_words
+        else estimate(sentences, order, sorted(lexicon.entries))
+    )
     lm.write_arpa(work.run / "lm.arpa")
     perplexity, unknown = {}, {}
     for name in work.sets():

@@ -5,12 +5,12 @@
     C   phones to phones in context (of width 3, or 1 for monophones); the edge of an utterance counts as silence
     H   HMM states to phones in context
 
-L and G contain disambiguation symbols (#0, #1, ...), which make every path unique, so that determinization terminates. The input
-labels of H are first *HMM states*, not pdfs: states of different phones may share a pdf, and after determinization by pdf two
-words could become one string. Only the finished graph is relabeled to pdf + 1. Self-loops are added last: each arc enters an HMM
-state, and the FST state where it ends gets the loop of that HMM state. Where arcs of several pdfs end in one FST state, each pdf
-gets its own FST state in front of it. Entering costs -log(1 - p), which pays for leaving, and each further frame costs -log p,
-where p is the trained self-loop probability of the pdf.
+L and G contain disambiguation symbols (#0, #1, ...), which make every path unique, so that determinization terminates. The
+input labels of H are first *HMM states*, not pdfs: states of different phones may share a pdf, and after determinization by pdf
+two words could become one string. Only the finished graph is relabeled to pdf + 1. Self-loops are added last: each arc enters
+an HMM state, and the FST state where it ends gets the loop of that HMM state. Where arcs of several pdfs end in one FST state,
+each pdf gets its own FST state in front of it. Entering costs -log(1 - p), which pays for leaving, and each further frame costs
+-log p, where p is the trained self-loop probability of the pdf.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class HasPronunciations(Protocol):
 
 @dataclass(frozen=True)
 class Graph:
-    """The files of a decoding graph. Input labels are pdf + 1, or transition-ids if `transitions` maps them to pdfs (entry 0 unused)."""
+    """The files of a decoding graph.
+
+    Input labels are pdf + 1, or transition-ids if `transitions` maps them to pdfs (entry 0 unused).
+    """
 
     fst: Path
     words: Path
@@ -131,7 +134,7 @@ def build_graph(
 
 
 class _HmmStates:
-    """H: each phone in context as a sequence of HMM states. Labels 1 to n are HMM states, higher ones disambiguation symbols."""
+    """H: each phone in context as a sequence of HMM states. Labels above those of states are disambiguation symbols."""
 
     def __init__(self, model: HmmTopology, symbols: SymbolTables, windows: list[list[int]]) -> None:
         self._rows: dict[tuple[tuple[int, int, int], ...], int] = {}
@@ -361,7 +364,7 @@ def load_graph(folder: str | Path, *, lexicon: HasPronunciations | None = None, 
 def external_graph(
     fst: str | Path, words: str | Path, *, transitions: np.ndarray | None = None, num_pdfs: int | None = None
 ) -> Graph:
-    """Return a graph built by another toolkit. Input labels are transition-ids if `transitions` maps them to pdfs, else pdf + 1.
+    """Return a graph built by another toolkit. Input labels are transition-ids if `transitions` is passed, else pdf + 1.
 
     transitions: pdf of each transition-id (entry 0 unused). Raises DataError if they do not fit `num_pdfs`.
     """

@@ -119,9 +119,7 @@ def estimate(sentences: Iterable[Sequence[str]], order: int = 2, vocabulary: Ite
     an order outside 1 … MAX_ORDER, DataError without any word.
     """
     if not 1 <= order <= MAX_ORDER:
-        raise UsageError(
-            f"order must be from 1 to {MAX_ORDER} (got {order})", where="order", hint=f"choose 1 to {MAX_ORDER}"
-        )
+        raise UsageError(f"order must be from 1 to {MAX_ORDER} (got {order})", where="order", hint=f"choose 1 to {MAX_ORDER}")
     closed = None if vocabulary is None else set(vocabulary) - {BEGIN, END}
     raw, oov = _count(sentences, order, closed)
     words = {gram[0] for gram in raw[0]} | (closed or set()) | {END}
@@ -298,7 +296,9 @@ class _ArpaReader:
 
     def _gram(self, fields: list[str], n: int, table: dict[Gram, float], backoffs: dict[Gram, float]) -> None:
         if len(fields) not in (n + 1, n + 2):
-            raise self._bad(f"a line must have a probability, {n} words and optionally a back-off weight (got {len(fields)} fields)")
+            raise self._bad(
+                f"a line must have a probability, {n} words and optionally a back-off weight (got {len(fields)} fields)"
+            )
         gram = tuple(fields[1 : n + 1])
         try:
             probability = float(fields[0])

@@ -87,14 +87,18 @@ def load(folder: Path, base: Stream) -> AdaptedFeatures:
         frontend = Frontend(**_read_metadata(folder)["frontend"], matrix=arrays.pop(FRONTEND, None))
         return AdaptedFeatures(base, frontend, {name.removeprefix(SPEAKER): matrix for name, matrix in arrays.items()})
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise DataError(f"the adapted features cannot be read: {error}", where=str(folder), hint="compute the transforms again") from None
+        raise DataError(
+            f"the adapted features cannot be read: {error}", where=str(folder), hint="compute the transforms again"
+        ) from None
 
 
 def _read_metadata(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / METADATA).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise DataError(f"the adapted features cannot be read: {error}", where=str(folder), hint="compute the transforms again") from None
+        raise DataError(
+            f"the adapted features cannot be read: {error}", where=str(folder), hint="compute the transforms again"
+        ) from None
 
 
 def adapt(

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from roundelay.speech.features.feature_store import Stream
     from roundelay.speech.hmm.lexicon import Lexicon
 
-__all__ = ["Alignments", "MonoOptions", "TriOptions", "align_all", "matching_utterances", "train_mono", "train_tri", "write_alignments"]
+__all__ = [
+    "Alignments",
+    "MonoOptions",
+    "TriOptions",
+    "align_all",
+    "matching_utterances",
+    "train_mono",
+    "train_tri",
+    "write_alignments",
+]
 
 FORMAT = 1
 INDEX, DATA = "alignments.json", "pdfs.npy"
@@ -123,7 +132,12 @@ def align_all(
         work = partial(_align_one, model=model, store=store, lexicon=lexicon)
         # The model is pickled with every chunk: use few and large chunks.
         results = process_map(
-            work, utterances, jobs=jobs, progress=progress, chunk=max(16, len(utterances) // (8 * max(jobs, 1))), what="aligning"
+            work,
+            utterances,
+            jobs=jobs,
+            progress=progress,
+            chunk=max(16, len(utterances) // (8 * max(jobs, 1))),
+            what="aligning",
         )
     else:
         work = partial(_align_scored, model=model, loglikes=loglikes, lexicon=lexicon)
@@ -189,7 +203,6 @@ def _align_scored(utterance: Utterance, model: AlignmentModel, loglikes: Scores,
         return model.align_scores(scores, utterance.words, lexicon, utterance.id)
     except DataError as error:
         return error.message
-
 
 
 def matching_utterances(features: Stream, targets: Alignments, where: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Blocks of utterances in worker processes: the accumulation passes of GMM training.
 
-The number of blocks does not depend on the number of processes (up to BLOCKS of them), and statistics are summed in the order of
-the blocks, so a model does not depend on how many processes trained it.
+The number of blocks does not depend on the number of processes (up to BLOCKS of them), and statistics are summed in the order
+of the blocks, so a model does not depend on how many processes trained it.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class SpeakerStatistics:
 
     @classmethod
     def expected(cls, gmm: Gmm, frames: float) -> SpeakerStatistics:
-        """Return the expected statistics of N frames drawn from the mixtures, all pdfs equally often: the prior of the identity."""
+        """Return the expected statistics of `frames` frames drawn from the mixtures: their transform is the identity."""
         statistics = cls.empty(gmm.dim)
         share = gmm.weight.astype(np.float64)[:, None] * frames / gmm.weight.sum()
         mean, variance = gmm.mean.astype(np.float64), gmm.variance.astype(np.float64)
@@ -108,4 +108,3 @@ def _expected_precisions(x: Array, pdfs: Array, gmm: Gmm) -> tuple[Array, Array]
 def apply_fmllr(x: Array, matrix: Array) -> Array:
     """Return A x + b, float32."""
     return np.asarray(x @ matrix[:, :-1].T + matrix[:, -1], np.float32)
-

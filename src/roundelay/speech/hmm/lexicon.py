@@ -1,7 +1,7 @@
 """Pronunciation lexicons: Kaldi's lexicon.txt and lexiconp.txt, and pronunciations of new words by espeak-ng.
 
-A line holds a word and its phones, in lexiconp.txt with a probability between them. A word may have several lines. Probabilities
-follow Kaldi: 1 for the most likely pronunciation of a word, less for the alternatives.
+A line holds a word and its phones, in lexiconp.txt with a probability between them. A word may have several lines.
+Probabilities follow Kaldi: 1 for the most likely pronunciation of a word, less for the alternatives.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class Alignment:
 class AlignmentModel:
     """A GMM-HMM: phones, their tied states with self-loop probabilities, and one mixture per pdf.
 
-    Phone 0 is silence. Its pdfs do not depend on context. In the contexts of other phones it also represents the utterance edge.
+    Phone 0 is silence. Its pdfs do not depend on context. In the contexts of other phones it also represents the utterance
+    edge.
     """
 
     def __init__(

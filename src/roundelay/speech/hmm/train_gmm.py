@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,9 +58,9 @@ class MonoOptions:
     gaussians: int = 16  # average number of Gaussians per state at the end
     deltas: int = 2  # order of the deltas appended to the cepstra
     force_edge_silence_passes: float = 0.0
-    """Fraction of the passes, from the first, in which silence is mandatory at both ends of an utterance. The silence model then
-    learns all kinds of background noise, which word models would absorb otherwise. Leave it at 0 for recordings that were
-    trimmed to the words."""
+    """Fraction of the passes, from the first, in which silence is mandatory at both ends of an utterance. The silence model
+    then learns all kinds of background noise, which word models would absorb otherwise. Leave it at 0 for recordings that
+    were trimmed to the words."""
     seed: int = 0  # seed of component splitting
     on_missing: OnMissing = "error"  # what to do with a word without pronunciation: error, or skip its utterance
 
@@ -151,17 +152,20 @@ def train_tri(
     The model does not depend on `jobs`, the number of processes. Raises DataError if no utterance can be aligned.
     """
     options = options or TriOptions()
-    tree = {"leaves": options.leaves, "min_frames": options.min_frames, "min_gain": options.min_gain}
     with _em_workers(store, corpus, lexicon, options.on_missing, jobs) as workers:
         accumulate(workers, mono, True, str(corpus.folder))
-        frontend, mllt = mono.frontend, ()
+        tie = partial(
+            tie_states, workers, mono, leaves=options.leaves, min_frames=options.min_frames, min_gain=options.min_gain
+        )
+        frontend = mono.frontend
+        mllt: tuple[int, ...] = ()
         if options.splice > 0:
-            model, floor, frames = tie_states(workers, mono, mono.frontend, **tree)
+            model, floor, frames = tie(mono.frontend)
             budget = component_budget(DELTA_GAUSSIANS, model.num_pdfs, frames)
             schedule = EmSchedule("tri, deltas", DELTA_PASSES, DELTA_REALIGN, budget, options.seed)
             model = schedule.run(model, workers, floor, progress)
             frontend, mllt = estimate_lda(workers, model, mono.frontend.keep, options.splice, options.dim), MLLT_PASSES
-        model, floor, frames = tie_states(workers, mono, frontend, **tree)
+        model, floor, frames = tie(frontend)
         budget = component_budget(options.gaussians, model.num_pdfs, frames)
         realign = [n for n in range(4, options.passes + 1) if n % 3 == 1]
         schedule = EmSchedule("tri", options.passes, realign, budget, options.seed, mllt)
@@ -202,12 +206,11 @@ def _em_workers(
         logger.info(f"{without_features} utterances have no features and are left out")
     if selection.unknown_words:
         words = ", ".join(word for word, _ in selection.unknown_words.most_common(5))
-        logger.info(
-            f"{selection.unknown_words.total()} utterances have words without pronunciation ({words}) and are left out"
-        )
+        logger.info(f"{selection.unknown_words.total()} utterances have words without pronunciation ({words}) and are left out")
     if not selection.usable:
         raise DataError("no utterance has features and pronunciations", where=str(corpus.folder))
-    with EmWorkers([(u.id, u.words) for u in selection.usable], store, lexicon, jobs) as workers:
+    workers = EmWorkers([(u.id, u.words) for u in selection.usable], store, lexicon, jobs)
+    with workers:
         yield workers
 
 

@@ -38,7 +38,7 @@ class LdaStatistics:
         self.square += other.square
 
     def transform(self, dim: int) -> Array:
-        """Return the projection that separates the classes best, with unit variance inside classes, float32 [dim, input dim]."""
+        """Return the projection that separates the classes best, float32 [dim, input dim]; classes have unit variance."""
         total = self.count.sum()
         mean = self.linear.sum(0) / total
         seen = self.count > 0
@@ -57,7 +57,7 @@ class LdaStatistics:
 
 @dataclass
 class MlltStatistics:
-    """For each dimension, the scatter of frames around the means of their components, divided by the variance of that dimension."""
+    """For each dimension, the scatter of frames around their component means, divided by the variance of that dimension."""
 
     scatter: Array  # float64 [dim, dim, dim]
     count: float = 0.0

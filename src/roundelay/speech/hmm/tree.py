@@ -115,7 +115,7 @@ def cluster(moments: Array, floor: Array) -> list[frozenset[int]]:
 
 
 def questions(statistics: ContextStatistics, phones: int, states: int, floor: Array) -> Array:
-    """Return sets of phones that are similar in one state or in all states, bool [questions, phones]; silence is a set of its own."""
+    """Return sets of phones with similar states, bool [questions, phones]; silence is a set of its own."""
     phone = statistics.keys // (phones * states) % phones
     state = statistics.keys % states
     moments = np.zeros((phones * states, statistics.moments.shape[1]))

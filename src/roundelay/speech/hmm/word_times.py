@@ -58,7 +58,9 @@ def compare(alignments: Alignments, times: dict[str, list[tuple[str, float, floa
     for utterance in alignments.ids:
         expected, aligned = times.get(utterance, []), alignments.words(utterance)
         if [word for word, *_ in expected] != [word for word, *_ in aligned]:
-            raise DataError(f"utterance {utterance} has different words in its alignment and its word times", where=str(alignments.folder))
+            raise DataError(
+                f"utterance {utterance} has different words in its alignment and its word times", where=str(alignments.folder)
+            )
         differences = [seconds(frame) - start for (_, frame, _), (_, start, _) in zip(aligned, expected, strict=True)]
         offsets += differences
         firsts += differences[:1]
