@@ -198,7 +198,7 @@ def _read_words(path: Path) -> dict[int, str]:
 
 
 def _load_fst(graph: Graph, words: Mapping[int, str]) -> tuple[Any, int, bool]:
-    """Return the FST with input labels pdf + 1, the number of pdfs, and whether scores must have exactly that many."""
+    """Return the FST with input labels pdf + 1, the number of pdfs, and whether scores must have exactly this number."""
     fst = read_fst(graph.fst)
     if graph.metadata and graph.num_pdfs is not None:
         return fst, graph.num_pdfs, True
@@ -248,7 +248,7 @@ def decode_all(
 ) -> Decoded:
     """Decode utterances in `jobs` processes, each of which loads the graph once.
 
-    A function as source runs in the calling process, and only its matrices are sent to the others, so it may use a network.
+    A function as source runs in the calling process, and only its matrices are sent to the decoding processes, so it may use a network.
     Scripts that use jobs > 1 need `if __name__ == "__main__"`. Raises DataError for the first utterance with invalid scores.
     """
     options = options or DecodeOptions()

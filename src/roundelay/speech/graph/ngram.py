@@ -5,7 +5,7 @@
 where h' is h without its first word. c is the count at the highest order. At lower orders c is the number of different words to
 the left (the raw count after <s>, which has no left context). The lowest order is interpolated with 1/|V|, so every word of the
 vocabulary has a probability after every history, and they sum to one. D(1), D(2), D(3+) are those of Chen and Goodman (1999,
-"modified"). If the counts of counts yield no valid triple, all counts use one discount, n1/(n1+2 n2), or ½ if that is undefined.
+"modified"). If the counts of counts yield no valid triple, all counts use one discount, n1/(n1+2 n2), or ½ if it is undefined.
 `Ngram.discounts` contains the discounts in use.
 
 An ARPA file represents this model exactly: the interpolated probabilities are its n-grams, γ its back-off weights.
@@ -28,8 +28,8 @@ from roundelay.errors import DataError, UsageError
 
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 LOWEST = -99.0
-"""log10 of a zero probability in ARPA files. <s>, which is never predicted, has it. As the back-off weight of a history it means
-that only the listed words can follow."""
+"""log10 of a zero probability in ARPA files. <s>, which is never predicted, has it. As the back-off weight of a history it
+means that only the listed words can follow."""
 MAX_ORDER = 4
 FALLBACK_DISCOUNT = 0.5
 
