@@ -214,8 +214,8 @@ def test_truncated_utterance_has_a_partial_path_and_is_counted(tmp_path: Path) -
 def test_search_without_final_state_is_repeated_with_a_wider_beam(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beam: float, words: tuple[str, ...]
 ) -> None:
-    # Silence fits all frames best, but a sentence is one word. Beam 6 keeps the word, beam 3 keeps it in the second search, which
-    # is three times as wide, beam 1 never keeps it.
+    # Silence fits all frames best, but a sentence is one word. Beam 6 keeps the word. Beam 3 keeps it in the second search,
+    # which is three times as wide. Beam 1 never keeps it.
     monkeypatch.setattr(decode, "MIN_ACTIVE", 0)
     model = TiedModel(["SIL", "A"], 4, 1, np.full(4, 0.5), lambda left, phone, right, state: 2 * phone + state, 2, 2)
     graph = build_graph(model, Pronounced({"A": [(("A",), 1.0)]}), single_word_ngram(["A"]), tmp_path)

@@ -60,7 +60,7 @@ def phone_strings(model: TiedModel, entries: Entries, words: Sequence[str]) -> l
 
 
 def best_alignment(model: TiedModel, phones: Sequence[int], scores: np.ndarray) -> float:
-    """Return the best log score of a left-to-right sequence of states with at least one frame each; -inf with too few frames."""
+    """Return the best log score of a left-to-right sequence of states with at least one frame each, or -inf."""
     pdfs = []
     for n, phone in enumerate(phones):
         left, right = (phones[n - 1] if n else 0), (phones[n + 1] if n + 1 < len(phones) else 0)
@@ -139,7 +139,7 @@ def clear_scores(model: TiedModel, entries: Entries, words: Sequence[str], seed:
 
 
 def random_task(words: int, leaves: int, seed: int, context: int = 3) -> tuple[TiedModel, Entries, list[list[str]]]:
-    """Return model, lexicon and text of a task of the size of a small recipe: 39 phones, words of 2 to 8 phones, tied states."""
+    """Return model, lexicon and text of a task of the size of a small recipe: 39 phones, words of 2 to 8 phones."""
     rng = np.random.default_rng(seed)
     phones, frequency = ["SIL", *(f"P{n}" for n in range(39))], rng.dirichlet(np.ones(39))
     names = [f"W{n:04d}" for n in range(words)]

@@ -248,8 +248,9 @@ def decode_all(
 ) -> Decoded:
     """Decode utterances in `jobs` processes, each of which loads the graph once.
 
-    A function as source runs in the calling process, and only its matrices are sent to the decoding processes, so it may use a network.
-    Scripts that use jobs > 1 need `if __name__ == "__main__"`. Raises DataError for the first utterance with invalid scores.
+    A function as source runs in the calling process, and only its matrices are sent to the decoding processes, so it may use a
+    network. Scripts that use jobs > 1 need `if __name__ == "__main__"`. Raises DataError for the first utterance with invalid
+    scores.
     """
     options = options or DecodeOptions()
     decoded = Decoded()

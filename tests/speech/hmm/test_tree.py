@@ -23,7 +23,7 @@ def key(left: int, phone: int, right: int, state: int) -> int:
 
 
 def speech(seed: int = 0, frames: int = 60) -> tuple[Array, Array]:
-    """Return frames and keys: phones 1 and 2 are similar, so are 3, 4 and 5; only the first state of phone 3 depends on context."""
+    """Return frames and keys: phones 1, 2 are similar, so are 3, 4, 5; only the first state of phone 3 depends on context."""
     random = np.random.default_rng(seed)
     center = np.array([[0.0], [2.0], [2.2], [-2.0], [-2.2], [-2.1], [0.0]]) + 0.1 * random.normal(size=(PHONES, DIM))
     xs, keys = [], []
