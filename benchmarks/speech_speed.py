@@ -31,8 +31,8 @@ from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore
 from roundelay.speech.graph.hclg import load_graph
 from roundelay.speech.hmm.em_workers import EmWorkers
-from roundelay.speech.hmm.hmm import AlignmentModel
 from roundelay.speech.hmm.lexicon import Lexicon
+from roundelay.speech.hmm.model import AlignmentModel
 
 UTTERANCES = 150
 FRAMES_PER_S = 100
@@ -107,7 +107,7 @@ def _alignment_pass(run: Path, system: str, corpus: Corpus, store: FeatureStore)
     crew = EmWorkers([(u.id, u.words) for u in corpus.utterances], store, lexicon, 1)
 
     def job() -> None:
-        crew.call("train", model, True)
+        crew.call("accumulate", model, True)
 
     return job
 

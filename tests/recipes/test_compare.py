@@ -101,7 +101,7 @@ def test_a_network_trained_beside_a_recipe_is_scored_with_its_transcripts(tmp_pa
     own = words_of(recipe / "network")
     assert own is not None
     assert [row["wer"] for row in own.systems] == [5.0]
-    assert own.confusions == [{"name": "lstm", "set": "test", "said": "yes", "heard": "yeast", "times": 2}]
+    assert own.confusions == [{"name": "lstm", "set": "test", "ref": "yes", "hyp": "yeast", "times": 2}]
 
 
 def test_the_command_prints_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ def test_systems_adapted_to_speakers_go_the_whole_road(done: tuple[Jobs, Path], 
     [
         (["network.adapted=true"], "nothing adapts them"),
         (['systems=["sat","tri"]'], "sat adapts to what tri has recognised"),
-        (["sat.prior_frames=0"], "prior_frames is 0"),
+        (["sat.prior_frames=0"], "prior_frames must be > 0"),
         (['systems=["tri","sat","lstm"]', "network.adapted=true", "network.vtlp=0.1"], "do not fit adapted features"),
     ],
 )

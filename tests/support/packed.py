@@ -12,7 +12,7 @@ import numpy as np
 from roundelay.recipes.pack import Packing, pack
 from roundelay.speech.features.extract import FeatureOptions
 from roundelay.speech.features.feature_store import DATA, FORMAT, INDEX, RANGES
-from roundelay.speech.hmm.align import write_states
+from roundelay.speech.hmm.align import write_alignments
 
 MELS, PDFS = 8, 5
 
@@ -38,7 +38,7 @@ def corpus(folder: Path, utterances: int = 30, **options: Any) -> dict[str, str]
         lengths = [int(n) for n in random.integers(4, 90, count)]
         found[f"{prefix}features"] = features(folder / "features" / name, lengths, seed, **options)
         states = {f"utt-{n:03d}": random.integers(0, PDFS, frames) for n, frames in enumerate(lengths)}
-        write_states(folder / "alignments" / name, states, PDFS)
+        write_alignments(folder / "alignments" / name, states, PDFS)
         found[f"{prefix}alignments"] = str(folder / "alignments" / name)
     return found
 

@@ -77,7 +77,7 @@ def words_of(run: Path) -> WerResult | None:
         words.systems.append({"name": h.system, "set": h.set, **scored.as_json()})
         if h.system == last:
             words.confusions += [
-                {"name": h.system, "set": h.set, "said": c.said, "heard": c.heard, "times": c.count}
+                {"name": h.system, "set": h.set, "ref": c.ref, "hyp": c.hyp, "times": c.count}
                 for c in scored.confusions(CONFUSIONS)
             ]
     return words

@@ -21,8 +21,8 @@ from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore, Stream, from_spec
 from roundelay.speech.graph.hclg import load_graph
 from roundelay.speech.hmm.align import align_all
-from roundelay.speech.hmm.hmm import AlignmentModel
 from roundelay.speech.hmm.lexicon import Lexicon
+from roundelay.speech.hmm.model import AlignmentModel
 from roundelay.speech.nnet import export
 from roundelay.speech.nnet.lstm import AcousticModel
 from roundelay.speech.score import Score, score

@@ -23,8 +23,8 @@ from roundelay.recipes.systems import open_system
 from roundelay.speech.decode import decode_all
 from roundelay.speech.features.feature_store import from_spec
 from roundelay.speech.features.kaldi_ark import read_pdf_alignments, read_transitions
-from roundelay.speech.graph.hclg import own_graph
-from roundelay.speech.hmm.align import matched, write_states
+from roundelay.speech.graph.hclg import external_graph
+from roundelay.speech.hmm.align import matching_utterances, write_alignments
 from roundelay.speech.score import read_text, score, write_text
 
 
@@ -53,9 +53,9 @@ def states(work: PipelineContext) -> None:
     for name, (path, spec) in sets.items():
         source, features = beside(work, path), beside(work, spec)
         found = read_pdf_alignments(Path(source), transitions)
-        written = write_states(recreate_dir(work.run / "alignments" / name), found, given.num_pdfs, where=source)
+        written = write_alignments(recreate_dir(work.run / "alignments" / name), found, given.num_pdfs, where=source)
         # Here rather than in the engine, which would find it out in every learner.
-        both = matched(from_spec(features), written, f"{features}, {source}")
+        both = matching_utterances(from_spec(features), written, f"{features}, {source}")
         work.say(f"  {name}: {len(found)} utterances aligned, {len(both)} of them with features")
 
 
@@ -77,7 +77,7 @@ def decode(work: PipelineContext) -> None:
         return
     folder = Path(beside(work, given.graph))
     transitions = pdfs_of(work, given.graph_labels)
-    graph = own_graph(folder / "HCLG.fst", folder / "words.txt", num_pdfs=given.num_pdfs, transitions=transitions)
+    graph = external_graph(folder / "HCLG.fst", folder / "words.txt", num_pdfs=given.num_pdfs, transitions=transitions)
     system = open_system(work.run, "lstm")
     out = recreate_dir(work.run / "decode" / "lstm")
     options = work.recipe.decode

@@ -25,7 +25,7 @@ from roundelay.errors import DataError, UsageError, did_you_mean
 from roundelay.speech.features import windows
 from roundelay.speech.features.feature_store import ConcatFeatures, FeatureStore, from_spec
 from roundelay.speech.hmm.align import INDEX as ALIGNMENTS_INDEX
-from roundelay.speech.hmm.align import Alignments, matched
+from roundelay.speech.hmm.align import Alignments, matching_utterances
 
 KINDS = ("chunks", "utterances")
 DICE = 0x9ACC
@@ -71,7 +71,7 @@ class PackSource:
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
         self.features, self.targets = from_spec(packing.features), Alignments.open(Path(packing.alignments))
-        self.ids = matched(self.features, self.targets, packing.features)
+        self.ids = matching_utterances(self.features, self.targets, packing.features)
         self._bytes = isinstance(self.features, FeatureStore) and packing.compress
         pasted = isinstance(self.features, ConcatFeatures)
         self.layout = Layout(

@@ -11,8 +11,8 @@ from roundelay.recipes.systems import FIRST_PASS, chosen_scale, graph_of, open_s
 from roundelay.speech.decode import DecodeOptions, decode_all
 from roundelay.speech.features.feature_store import ConcatFeatures, Stream
 from roundelay.speech.hmm.adaptation import AdaptedFeatures, adapt
-from roundelay.speech.hmm.hmm import AlignmentModel
 from roundelay.speech.hmm.lexicon import Lexicon
+from roundelay.speech.hmm.model import AlignmentModel
 
 Said = Mapping[str, Sequence[str]]
 ADAPTED = "adapted"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -47,12 +48,12 @@ from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore, Stream, from_spec
 from roundelay.speech.features.speed_perturb import perturb_speed
 from roundelay.speech.graph.hclg import Graph, build_graph
-from roundelay.speech.graph.ngram import estimate, one_of
+from roundelay.speech.graph.ngram import estimate, single_word_ngram
 from roundelay.speech.hmm import word_times
 from roundelay.speech.hmm.align import Alignments, align_all
-from roundelay.speech.hmm.hmm import AlignmentModel
 from roundelay.speech.hmm.lexicon import Lexicon, pronounce
-from roundelay.speech.hmm.train_gmm import train_adapted, train_mono, train_tri
+from roundelay.speech.hmm.model import AlignmentModel
+from roundelay.speech.hmm.train_gmm import train_mono, train_sat, train_tri
 from roundelay.speech.nnet.lstm import WEIGHTS_FILE, AcousticModel, model_folder
 from roundelay.speech.score import paired, read_text, score, write_text
 
@@ -222,20 +223,20 @@ def features(work: PipelineContext) -> None:
 
 
 def mono(work: PipelineContext) -> None:
-    with StageLog(work, "mono") as log:
+    with StageLog(work, "mono"):
         model = train_mono(
             work.store("train"), work.corpus("train"), work.lexicon(), work.recipe.mono,
-            jobs=work.jobs, say=log, progress=work.progress,
+            jobs=work.jobs, progress=work.progress,
         )  # fmt: skip
     model.save(recreate_dir(work.run / "mono"))
 
 
 def tri(work: PipelineContext) -> None:
     before = AlignmentModel.load(work.run / "mono")
-    with StageLog(work, "tri") as log:
+    with StageLog(work, "tri"):
         model = train_tri(
             before, work.store("train"), work.corpus("train"), work.lexicon(), work.recipe.tri,
-            jobs=work.jobs, say=log, progress=work.progress,
+            jobs=work.jobs, progress=work.progress,
         )  # fmt: skip
     model.save(recreate_dir(work.run / "tri"))
 
@@ -248,31 +249,40 @@ def sat(work: PipelineContext) -> None:
         said = {u.id: u.words for u in work.corpus(name).utterances}
         adapt_supervised(work.run, work.store(name), said, jobs=work.jobs, progress=work.progress).save(out / name)
     before, train = AlignmentModel.load(work.run / FIRST_PASS), from_spec(str(out / "train"))
-    with StageLog(work, "sat") as log:
-        model = train_adapted(
+    with StageLog(work, "sat"):
+        model = train_sat(
             before, train, work.corpus("train"), work.lexicon(), work.recipe.sat,
-            jobs=work.jobs, say=log, progress=work.progress,
+            jobs=work.jobs, progress=work.progress,
         )  # fmt: skip
     model.save(recreate_dir(work.run / "sat"))
 
 
-class StageLog:
-    """What passes over the corpus have to say: all of it into a file of the run's log folder, the last line to the person."""
+class StageLog(logging.Handler):
+    """Write the log lines of GMM training to a file in the run's log folder, and report the last line."""
 
     def __init__(self, work: PipelineContext, stage: str) -> None:
+        super().__init__(logging.INFO)
         self.work, self.path, self.last = work, work.run / "log" / f"{stage}.txt", ""
+        self._logger = logging.getLogger("roundelay.speech.hmm")
 
     def __enter__(self) -> StageLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("w", encoding="utf-8")
+        self._before = self._logger.level, self._logger.propagate
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        self._logger.addHandler(self)
         return self
 
-    def __call__(self, text: str) -> None:
-        self.last = text
-        self._file.write(text + "\n")
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = record.getMessage()
+        self._file.write(self.last + "\n")
         self._file.flush()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._logger.removeHandler(self)
+        level, self._logger.propagate = self._before
+        self._logger.setLevel(level)
         self._file.close()
         if kind is None:
             self.work.say(f"  {self.last}")
@@ -441,13 +451,17 @@ def graph(work: PipelineContext) -> None:
     lexicon = work.lexicon()
     sentences = [line.split() for line in (work.run / "data" / "lm.txt").read_text().splitlines() if line.strip()]
     order = work.recipe.language.order
-    lm = one_of(lexicon.entries) if work.recipe.language.isolated_words else estimate(sentences, order, sorted(lexicon.entries))
+    lm = (
+        single_word_ngram(lexicon.entries)
+        if work.recipe.language.isolated_words
+        else estimate(sentences, order, sorted(lexicon.entries))
+    )
     lm.write_arpa(work.run / "lm.arpa")
     perplexity, unknown = {}, {}
     for name in work.sets():
         text = [u.words for u in work.corpus(name).utterances]
         fit = lm.measure(text)
-        perplexity[name], unknown[name] = fit.perplexity, fit.outside.total() / max(1, sum(map(len, text)))
+        perplexity[name], unknown[name] = fit.perplexity, fit.oov.total() / max(1, sum(map(len, text)))
         work.say(f"  {name}: perplexity {perplexity[name]:.1f}; {100 * unknown[name]:.1f} % of the words are unknown to it")
     about = {"order": lm.order, "words": len(lexicon.entries), "sentences": len(sentences)}
     (work.run / "lm.json").write_text(json.dumps({**about, "perplexity": perplexity, "unknown": unknown}))

@@ -15,7 +15,7 @@ from roundelay.errors import DataError
 from roundelay.speech import memory_guard
 from roundelay.speech.decode import DecodeOptions
 from roundelay.speech.features.feature_store import Stream
-from roundelay.speech.hmm.hmm import AlignmentModel
+from roundelay.speech.hmm.model import AlignmentModel
 from roundelay.speech.nnet.lstm import AcousticModel
 
 PRIORS_FILE = "priors.safetensors"

@@ -28,7 +28,7 @@ class WerResult:
     systems: list[dict[str, Any]] = field(default_factory=list)
     paired: list[dict[str, Any]] = field(default_factory=list)
     confusions: list[dict[str, Any]] = field(default_factory=list)
-    """{"name": system, "set": …, "said": …, "heard": …, "times": …}, the most frequent first."""
+    """{"name": system, "set": …, "ref": …, "hyp": …, "times": …}, the most frequent first."""
 
 
 @dataclass

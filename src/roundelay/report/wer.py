@@ -57,13 +57,13 @@ def section(runs: Sequence[RunView]) -> str:
             [
                 *([escape(run.name)] if several else []),
                 escape(f"{c['name']} · {c['set']}"),
-                escape(c["said"] or "(nothing)"),
-                escape(c["heard"] or "(nothing)"),
+                escape(c["ref"] or "(nothing)"),
+                escape(c["hyp"] or "(nothing)"),
                 number(c["times"]),
             ]
             for run, c in confusions
         ]
-        head = [*(["run"] if several else []), "system · set", "said", "heard", "times"]
+        head = [*(["run"] if several else []), "system · set", "ref", "hyp", "times"]
         look = "words that sound alike are expected; one word that is always missed points at its pronunciation in the lexicon."
         more.append(card(table(head, rows, len(head) - 1), look, "Worst confusions", "confusions"))
     return f'{"".join(parts)}<div class="pair">{"".join(more)}</div>'

@@ -1,1 +1,1 @@
-"""Speech recognition: from recordings and transcripts to a word error rate."""
+"""Hybrid speech recognition: corpora, features, GMM-HMM training, decoding graphs, networks, decoding, scoring."""

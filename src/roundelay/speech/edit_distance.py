@@ -1,10 +1,10 @@
-"""Which word was taken for which: the alignment of what was said with what was heard.
+"""Alignment of reference and hypothesis words by weighted edit distance.
 
-`sclite`: an insertion or deletion costs 3, a substitution 4, and where several alignments cost the same, the one that,
-followed from the end, prefers a pair of words to an insertion and that to a deletion. This is sclite's own choice, so the
-counts are those it prints, utterance by utterance. (kaldialign has a mode with these costs, yet settles ties otherwise: on
-random texts 2 to 8 % of the utterances then differ from sclite.)
-`kaldi`: every error costs 1, as in Kaldi's compute-wer; kaldialign does this.
+`sclite`: an insertion or deletion costs 3, a substitution 4. Among alignments of equal cost the traceback from the end prefers
+a pair of words to an insertion, and an insertion to a deletion. These are sclite's own rules, so counts agree with sclite for
+every utterance. (kaldialign has a mode with these costs, but breaks ties differently: on random texts 2 to 8 % of the
+utterances then differ from sclite.)
+`kaldi`: every error costs 1, as in Kaldi's compute-wer; computed by kaldialign.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ import numpy as np
 
 Costs = Literal["sclite", "kaldi"]
 
-NOTHING = ""
-"""The partner of an inserted or deleted word; no word is empty."""
+EPSILON_WORD = ""
+"""Paired with an inserted or deleted word; no real word is empty."""
 
 PAIR, INSERTION, DELETION = 0, 1, 2
 
 
-def align(said: Sequence[str], heard: Sequence[str], costs: Costs = "sclite") -> list[tuple[str, str]]:
-    """Pairs of words, in order; NOTHING stands before an inserted word and after a deleted one."""
+def align(ref: Sequence[str], hyp: Sequence[str], costs: Costs = "sclite") -> list[tuple[str, str]]:
+    """Return pairs (reference word, hypothesis word) in order; one of them is EPSILON_WORD for an insertion or deletion."""
     if costs == "kaldi":
-        return kaldialign.align(list(said), list(heard), NOTHING)
+        return kaldialign.align(list(ref), list(hyp), EPSILON_WORD)
     numbers: dict[str, int] = {}
-    one = np.array([numbers.setdefault(word, len(numbers)) for word in said], np.int32)
-    other = np.array([numbers.setdefault(word, len(numbers)) for word in heard], np.int32)
+    ref_numbers = np.array([numbers.setdefault(word, len(numbers)) for word in ref], np.int32)
+    hyp_numbers = np.array([numbers.setdefault(word, len(numbers)) for word in hyp], np.int32)
     pairs, i, j = [], 0, 0
-    for step in _steps(one, other):
-        pairs.append((NOTHING if step == INSERTION else said[i], NOTHING if step == DELETION else heard[j]))
+    for step in _steps(ref_numbers, hyp_numbers):
+        pairs.append((EPSILON_WORD if step == INSERTION else ref[i], EPSILON_WORD if step == DELETION else hyp[j]))
         i, j = i + (step != INSERTION), j + (step != DELETION)
     return pairs
 
 
 @numba.njit(cache=True)
-def _steps(said: np.ndarray, heard: np.ndarray) -> np.ndarray:
-    choice = np.zeros((len(said) + 1, len(heard) + 1), np.int8)
+def _steps(ref: np.ndarray, hyp: np.ndarray) -> np.ndarray:
+    choice = np.zeros((len(ref) + 1, len(hyp) + 1), np.int8)
     choice[1:, 0] = DELETION
     choice[0, 1:] = INSERTION
-    above = 3 * np.arange(len(heard) + 1)
-    for i in range(1, len(said) + 1):
+    above = 3 * np.arange(len(hyp) + 1)
+    for i in range(1, len(ref) + 1):
         corner = above[0]
         above[0] = 3 * i
-        for j in range(1, len(heard) + 1):
-            pair = corner + (0 if said[i - 1] == heard[j - 1] else 4)
+        for j in range(1, len(hyp) + 1):
+            pair = corner + (0 if ref[i - 1] == hyp[j - 1] else 4)
             insertion, deletion = above[j - 1] + 3, above[j] + 3
             corner = above[j]
             if pair <= insertion and pair <= deletion:
@@ -57,8 +57,8 @@ def _steps(said: np.ndarray, heard: np.ndarray) -> np.ndarray:
                 above[j], choice[i, j] = insertion, INSERTION
             else:
                 above[j], choice[i, j] = deletion, DELETION
-    steps = np.empty(len(said) + len(heard), np.int8)
-    i, j, count = len(said), len(heard), 0
+    steps = np.empty(len(ref) + len(hyp), np.int8)
+    i, j, count = len(ref), len(hyp), 0
     while i > 0 or j > 0:
         step = choice[i, j]
         steps[count] = step

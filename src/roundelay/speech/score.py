@@ -1,10 +1,10 @@
-"""Word error rate: errors by kind, intervals over speakers, paired comparison, confusions, tables, and transcripts in files.
+"""Word error rate: error counts, bootstrap intervals over speakers, paired comparison, confusions, transcript files.
 
-The counts are those sclite prints; `costs="kaldi"` gives those of Kaldi's compute-wer, which differ only where a long shift
-can be explained in two ways. A reference without a hypothesis counts as deletions and is listed.
+Counts agree with sclite; `costs="kaldi"` gives those of Kaldi's compute-wer, which differ only where a long shift has two
+explanations. A reference without a hypothesis counts as deletions and is listed in `missing`.
 
-Intervals resample speakers, not utterances: the utterances of one speaker are easy or hard together, and an interval
-that ignores this is several times too narrow.
+Intervals resample speakers, not utterances: errors of one speaker's utterances are correlated, and an interval that ignores
+this is several times too narrow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from roundelay.errors import DataError
-from roundelay.speech.edit_distance import NOTHING, Costs, align
+from roundelay.speech.edit_distance import EPSILON_WORD, Costs, align
 
 Words = Sequence[str]
 Texts = dict[str, tuple[str, ...]]
@@ -29,7 +29,7 @@ REPLICATIONS = 10_000
 
 @dataclass(frozen=True)
 class Errors:
-    """What went wrong in one utterance, or in many added up."""
+    """Error counts of one utterance, or the sum over several."""
 
     words: int = 0
     insertions: int = 0
@@ -52,7 +52,7 @@ class Errors:
 
     @property
     def wer(self) -> float:
-        """Percent; infinite where words were inserted into nothing."""
+        """Word error rate in percent; infinite if there are errors but no reference words."""
         if self.words:
             return 100.0 * self.total / self.words
         return float("inf") if self.total else 0.0
@@ -60,7 +60,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Interval:
-    """A range that holds the figure with the given level, and what was resampled to find it."""
+    """A confidence interval of the word error rate, and the units that were resampled."""
 
     low: float
     high: float
@@ -74,19 +74,22 @@ class Interval:
 
 @dataclass(frozen=True)
 class Confusion:
-    """A word that was taken for another; `said` is empty for an insertion, `heard` for a deletion."""
+    """A confused pair of words; `ref` is empty for an insertion, `hyp` for a deletion."""
 
-    said: str
-    heard: str
+    ref: str
+    hyp: str
     count: int
 
     def __str__(self) -> str:
-        return f"{self.count:6d}  {self.said or '(nothing)'} -> {self.heard or '(nothing)'}"
+        return f"{self.count:6d}  {self.ref or '(nothing)'} -> {self.hyp or '(nothing)'}"
 
 
 @dataclass(frozen=True)
 class Score:
-    """The errors of a system on a set of utterances."""
+    """The errors of a system on a set of utterances.
+
+    missing: references without a hypothesis; extra: hypotheses without a reference, which are not counted.
+    """
 
     by_utterance: dict[str, Errors]
     speakers: dict[str, str]
@@ -123,6 +126,7 @@ class Score:
         return self.errors.wer
 
     def line(self) -> str:
+        """Return Kaldi's %WER line."""
         e = self.errors
         return (
             f"%WER {e.wer:.2f} [ {e.total} / {e.words}, {e.insertions} ins, {e.deletions} del, {e.substitutions} sub ]"
@@ -133,11 +137,11 @@ class Score:
         return f" [{len(self.missing)} utterances without hypothesis]" if self.missing else ""
 
     def by_speaker(self) -> dict[str, Errors]:
-        """Each speaker's errors, sorted by name."""
+        """Return the errors of each speaker, sorted by name."""
         return _by_speaker(self.by_utterance, self.speakers)
 
     def interval(self, level: float = 0.95, *, seed: int = 0, replications: int = REPLICATIONS) -> Interval:
-        """The percentile interval of the word error rate over resampled speakers (utterances where there is only one)."""
+        """Return the percentile bootstrap interval over speakers; over utterances if there is only one speaker."""
         units, grouped = _units(self.by_utterance, self.speakers)
         wrong = np.array([e.total for e in grouped.values()], np.float64)
         words = np.array([e.words for e in grouped.values()], np.float64)
@@ -146,21 +150,22 @@ class Score:
         return Interval(low, high, level, units, len(words))
 
     def confusions(self, count: int = 20) -> list[Confusion]:
-        """The errors that occur most often, insertions and deletions included."""
+        """Return the most frequent errors, including insertions and deletions."""
         worst = sorted(self.pairs.items(), key=lambda pair: (-pair[1], pair[0]))[:count]
-        return [Confusion(said, heard, times) for (said, heard), times in worst]
+        return [Confusion(ref, hyp, times) for (ref, hyp), times in worst]
 
     def table(self) -> str:
-        """A line per speaker, the worst first, and the sum."""
+        """Return a table with one line per speaker, highest error rate first, and the sum."""
         rows = sorted(self.by_speaker().items(), key=lambda row: (-row[1].wer, row[0]))
-        wide = max([len("speaker"), *(len(name) for name, _ in rows)])
-        lines = [f"{'speaker':<{wide}}  utts   words    ins    del    sub     WER"]
+        width = max([len("speaker"), *(len(name) for name, _ in rows)])
+        lines = [f"{'speaker':<{width}}  utts   words    ins    del    sub     WER"]
         for name, e in [*rows, ("all", self.errors)]:
             kinds = f"{e.insertions:6d} {e.deletions:6d} {e.substitutions:6d}"
-            lines.append(f"{name:<{wide}} {e.utterances:5d} {e.words:7d} {kinds} {e.wer:7.2f}")
+            lines.append(f"{name:<{width}} {e.utterances:5d} {e.words:7d} {kinds} {e.wer:7.2f}")
         return "\n".join(lines)
 
     def as_json(self, *, level: float = 0.95, seed: int = 0) -> dict[str, Any]:
+        """Return rate, interval and counts with plain keys."""
         interval = self.interval(level, seed=seed)
         return {
             "wer": round(self.wer, 4),
@@ -178,13 +183,13 @@ class Score:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """System b against system a on the same utterances; all figures in points of word error rate, b minus a."""
+    """System b compared with system a on the same utterances, in points of word error rate, b minus a."""
 
     difference: float
     low: float
     high: float
     better_probability: float
-    """The share of resampled sets of speakers on which b makes fewer errors than a, equal ones counted half."""
+    """Fraction of the resampled sets of speakers where b has fewer errors than a; ties count one half."""
     level: float
     units: Literal["speakers", "utterances"]
     count: int
@@ -203,25 +208,26 @@ def score(
     *,
     costs: Costs = "sclite",
 ) -> Score:
-    """Every reference against its hypothesis. Without speakers each utterance counts as one of its own.
+    """Score hypotheses against references. Without `speakers` each utterance counts as its own speaker.
 
-    Hypotheses without a reference are listed in `extra` and not counted."""
+    Raises DataError without any reference word, or if `speakers` lacks an utterance.
+    """
     if not refs:
-        raise DataError("nothing to score: there is no reference", hint="give the transcripts of the set that was decoded")
+        raise DataError("there are no references to score against", hint="pass the transcripts of the decoded set")
     if not any(refs.values()):
         raise DataError(
-            "the references hold no word, so there is no word error rate",
+            "the references contain no words, so the word error rate is undefined",
             where=f"{len(refs)} empty transcripts",
             hint="check the text",
         )
-    of = _speakers_of(refs, speakers)
+    speaker_of = _speakers_of(refs, speakers)
     pairs: Counter[tuple[str, str]] = Counter()
-    found: dict[str, Errors] = {}
+    by_utterance: dict[str, Errors] = {}
     for utterance in sorted(refs):
-        found[utterance] = _errors(refs[utterance], hyps.get(utterance, ()), pairs, costs)
+        by_utterance[utterance] = _errors(refs[utterance], hyps.get(utterance, ()), pairs, costs)
     missing = sorted(set(refs) - set(hyps))
     extra = sorted(set(hyps) - set(refs))
-    return Score(found, of, pairs, missing, extra)
+    return Score(by_utterance, speaker_of, pairs, missing, extra)
 
 
 def paired(
@@ -235,14 +241,15 @@ def paired(
     replications: int = REPLICATIONS,
     costs: Costs = "sclite",
 ) -> PairedComparison:
-    """How much worse b is than a, with an interval over resampled speakers: both systems see the same speakers in each.
+    """Compare system b with system a by a paired bootstrap: both systems are scored on the same resampled speakers.
 
-    A system may be several runs (say, seeds): their errors are averaged utterance by utterance. The interval then holds
-    for these runs; it knows the spread between speakers, not that between seeds."""
+    A system may consist of several runs (for example seeds); their errors are averaged per utterance. The interval then holds
+    for these runs: it covers the variation between speakers, not between seeds.
+    """
     runs_a = [hyps_a] if isinstance(hyps_a, Mapping) else list(hyps_a)
     runs_b = [hyps_b] if isinstance(hyps_b, Mapping) else list(hyps_b)
     if not runs_a or not runs_b:
-        raise DataError("a comparison needs at least one run of each system")
+        raise DataError("a comparison needs at least one run of each system (got none)")
     scores_a = [score(refs, run, speakers, costs=costs) for run in runs_a]
     scores_b = [score(refs, run, speakers, costs=costs) for run in runs_b]
     units, grouped = _units(scores_a[0].by_utterance, scores_a[0].speakers)
@@ -261,19 +268,19 @@ def _mean_errors(scores: list[Score]) -> np.ndarray:
     return np.mean(np.array(per_run, np.float64), axis=0)
 
 
-def _errors(said: Words, heard: Words, pairs: Counter[tuple[str, str]], costs: Costs) -> Errors:
+def _errors(ref: Words, hyp: Words, pairs: Counter[tuple[str, str]], costs: Costs) -> Errors:
     insertions = deletions = substitutions = 0
-    for one, other in align(said, heard, costs):
-        if one == other:
+    for ref_word, hyp_word in align(ref, hyp, costs):
+        if ref_word == hyp_word:
             continue
-        pairs[one, other] += 1
-        if one == NOTHING:
+        pairs[ref_word, hyp_word] += 1
+        if ref_word == EPSILON_WORD:
             insertions += 1
-        elif other == NOTHING:
+        elif hyp_word == EPSILON_WORD:
             deletions += 1
         else:
             substitutions += 1
-    return Errors(len(said), insertions, deletions, substitutions, 1)
+    return Errors(len(ref), insertions, deletions, substitutions, 1)
 
 
 def _speakers_of(refs: Mapping[str, Words], speakers: Mapping[str, str] | None) -> dict[str, str]:
@@ -282,7 +289,7 @@ def _speakers_of(refs: Mapping[str, Words], speakers: Mapping[str, str] | None) 
     unknown = [utterance for utterance in refs if utterance not in speakers]
     if unknown:
         raise DataError(
-            f"no speaker is known for utterance '{unknown[0]}' ({len(unknown)} in all)",
+            f"utterance '{unknown[0]}' has no speaker ({len(unknown)} such utterances)",
             hint="complete utt2spk, or score without speakers",
         )
     return {utterance: speakers[utterance] for utterance in refs}
@@ -299,7 +306,7 @@ def _by_speaker(by_utterance: dict[str, Errors], speakers: dict[str, str]) -> di
 def _units(
     by_utterance: dict[str, Errors], speakers: dict[str, str]
 ) -> tuple[Literal["speakers", "utterances"], dict[str, Errors]]:
-    """What is resampled. One speaker cannot be; his utterances can, and the result says so."""
+    """Return the units to resample: speakers, or utterances if there is only one speaker."""
     grouped = _by_speaker(by_utterance, speakers)
     if len(grouped) < 2 or list(grouped) == sorted(by_utterance):
         return "utterances", dict(sorted(by_utterance.items()))
@@ -307,16 +314,16 @@ def _units(
 
 
 def _draws(units: int, seed: int, replications: int) -> np.ndarray:
-    """How often each unit occurs in each resampled set [replications, units]."""
+    """Return how often each unit occurs in each resampled set, [replications, units]."""
     generator = np.random.Generator(np.random.PCG64(seed))
     return generator.multinomial(units, np.full(units, 1.0 / units), size=replications).astype(np.float64)
 
 
 def _rates(draws: np.ndarray, errors: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Percent in each resampled set; sets that happen to hold no word say nothing and are left out."""
-    said = draws @ words
-    some = said > 0
-    return 100.0 * (draws @ errors)[some] / said[some]
+    """Return the error rate of each resampled set in percent; sets without any word are left out."""
+    totals = draws @ words
+    nonempty = totals > 0
+    return 100.0 * (draws @ errors)[nonempty] / totals[nonempty]
 
 
 def _percentiles(values: np.ndarray, level: float) -> tuple[float, float]:
@@ -324,39 +331,28 @@ def _percentiles(values: np.ndarray, level: float) -> tuple[float, float]:
     return float(low), float(high)
 
 
-# ---------------------------------------------------------------------------------------------------- transcripts in files
+# --------------------------------------------------------------------------------------------------- transcript files
 
 
 def read_text(path: str | Path) -> Texts:
-    """Kaldi's text; an id alone is an empty transcript."""
-    found: Texts = {}
+    """Read Kaldi's text file; a line with only an id is an empty transcript. DataError names the line of a mistake."""
+    texts: Texts = {}
     for number, line in _lines(path):
         name, *words = line.split()
-        _add(found, name, words, f"{path}, line {number}")
-    return found
+        if name in texts:
+            raise DataError(
+                f"utterance '{name}' occurs twice",
+                where=f"{path}, line {number}",
+                hint="keep one transcript of each utterance",
+            )
+        texts[name] = tuple(words)
+    return texts
 
 
 def write_text(path: str | Path, texts: Mapping[str, Sequence[str]]) -> None:
-    _write(path, (" ".join([name, *words]) for name, words in sorted(texts.items())))
-
-
-def read_trn(path: str | Path) -> Texts:
-    found: Texts = {}
-    for number, line in _lines(path):
-        where = f"{path}, line {number}"
-        text, opened, rest = line.rstrip().rpartition("(")
-        name = rest[:-1].strip()
-        if not opened or not rest.endswith(")") or not name or " " in name:
-            raise DataError(
-                "a line of a trn file must end in (utterance id)", where=where, hint="write: WORD WORD (speaker_utterance)"
-            )
-        _add(found, name, text.split(), where)
-    return found
-
-
-def write_trn(path: str | Path, texts: Mapping[str, Sequence[str]]) -> None:
-    """For sclite: give it `-i spu_id` where ids begin with the speaker and a dash or underscore."""
-    _write(path, (" ".join([*words, f"({name})"]) for name, words in sorted(texts.items())))
+    """Write Kaldi's text file, sorted by utterance."""
+    lines = (" ".join([name, *words]) for name, words in sorted(texts.items()))
+    Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
@@ -369,13 +365,3 @@ def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield number, line
-
-
-def _add(found: Texts, name: str, words: Sequence[str], where: str) -> None:
-    if name in found:
-        raise DataError(f"utterance '{name}' occurs twice", where=where, hint="keep one transcript of each utterance")
-    found[name] = tuple(words)
-
-
-def _write(path: str | Path, lines: Iterator[str]) -> None:
-    Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")

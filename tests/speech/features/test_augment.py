@@ -18,7 +18,7 @@ from roundelay.speech.features.augment import Masks, Warp
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.fbank import add_deltas, log_mel
 from roundelay.speech.features.speed_perturb import at_other_speeds
-from roundelay.speech.hmm.align import write_states
+from roundelay.speech.hmm.align import write_alignments
 from roundelay.speech.nnet.frame_task import FrameTask
 from roundelay.speech.nnet.lstm import AcousticModel
 
@@ -53,7 +53,7 @@ def task_folders(tmp_path: Path) -> dict[str, str]:
     dice = np.random.default_rng(0)
     corpus = Corpus(tmp_path, [recorded(tmp_path, 0.1 * dice.standard_normal(RATE), f"u{n}") for n in range(3)])
     store = extract(corpus, tmp_path / "features", FeatureOptions(rate=RATE), progress="none")
-    write_states(tmp_path / "states", {name: np.zeros(store.frames(name), np.int32) for name in store.ids}, 2)
+    write_alignments(tmp_path / "states", {name: np.zeros(store.frames(name), np.int32) for name in store.ids}, 2)
     features, states = str(tmp_path / "features"), str(tmp_path / "states")
     return {"features": features, "alignments": states, "valid_features": features, "valid_alignments": states}
 

@@ -1,4 +1,4 @@
-"""N-gram models: probabilities that sum to one, the equations worked by hand, ARPA files of ours and of others."""
+"""N-gram models: normalization, equations worked by hand, ARPA files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import math
 from pathlib import Path
 
 import pytest
+from decoding import sentence_log10
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundelay.errors import DataError, UsageError
-from roundelay.speech.graph.ngram import BEGIN, END, UNKNOWN, estimate, one_of, read_arpa
+from roundelay.speech.graph.ngram import BEGIN, END, UNKNOWN, estimate, read_arpa, single_word_ngram
 
 sentences = st.lists(st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=6), max_size=30)
 orders = st.integers(1, 4)
@@ -34,7 +35,7 @@ def test_probabilities_sum_to_one_after_every_history(text: list[list[str]], ord
 
 
 @given(sentences, st.integers(2, 3))
-def test_what_was_seen_is_at_least_as_likely_as_by_backing_off(text: list[list[str]], order: int) -> None:
+def test_seen_ngrams_are_at_least_as_likely_as_by_back_off(text: list[list[str]], order: int) -> None:
     model = estimate(text, order, "abcd")
     for table in model.probabilities[1:]:
         for gram, log in table.items():
@@ -42,11 +43,11 @@ def test_what_was_seen_is_at_least_as_likely_as_by_backing_off(text: list[list[s
             assert log >= backed_off - 1e-9
 
 
-def test_a_bigram_worked_by_hand() -> None:
-    # Counts <s>a 2, ab 1, a</s> 1, b</s> 1, and no bigram twice but one: n1 = 3, n2 = 1, D = 3 / (3 + 2) = 0.6.
+def test_bigram_equals_hand_calculation() -> None:
+    # Counts <s>a 2, ab 1, a</s> 1, b</s> 1: n1 = 3, n2 = 1, D = 3 / (3 + 2) = 0.6.
     model = estimate([["a", "b"], ["a"]], order=2)
     assert model.discounts[1] == pytest.approx((0.6, 0.6, 0.6))
-    # Before a stands one word, before b one, before </s> two: n1 = 2, n2 = 1, D = 0.5; a quarter of three halves goes to 1/3.
+    # One word precedes a, one b, two </s>: n1 = 2, n2 = 1, D = 0.5; a quarter of three halves is shared by 1/3.
     assert model.discounts[0] == pytest.approx((0.5, 0.5, 0.5))
     a, end = (0.5 + 1.5 / 3) / 4, (1.5 + 1.5 / 3) / 4
     assert 10 ** model.log10("a", ()) == pytest.approx(a)
@@ -56,8 +57,8 @@ def test_a_bigram_worked_by_hand() -> None:
     assert 10 ** model.log10("a", ("b",)) == pytest.approx(0.6 * a)
 
 
-def test_three_discounts_where_counts_allow() -> None:
-    # Unigrams seen once, twice, three and four times by 8, 4, 2 and 1 words; </s> far more often.
+def test_three_discounts_if_counts_allow() -> None:
+    # 8, 4, 2 and 1 unigrams occur once, twice, three and four times; </s> occurs far more often.
     kinds = {1: 8, 2: 4, 3: 2, 4: 1}
     words = [f"w{times}{n}" for times, count in kinds.items() for n in range(count) for _ in range(times)]
     model = estimate([[word] for word in words], order=1)
@@ -65,60 +66,60 @@ def test_three_discounts_where_counts_allow() -> None:
     assert model.discounts == [pytest.approx((1 - 2 * share * 4 / 8, 2 - 3 * share * 2 / 4, 3 - 4 * share * 1 / 2))]
 
 
-def test_a_vocabulary_without_text_is_uniform() -> None:
+def test_vocabulary_without_text_gives_a_uniform_model() -> None:
     model = estimate([], order=3, vocabulary=["a", "b", "c"])
     assert 10 ** model.log10("b", ("a", "c")) == pytest.approx(1 / 4)
     with pytest.raises(DataError, match="no word"):
         estimate([], order=2)
 
 
-def test_one_of_some_words_and_nothing_else(tmp_path: Path) -> None:
-    model = one_of(["yes", "no", "go", "go"])
+def test_single_word_model_accepts_exactly_one_word(tmp_path: Path) -> None:
+    model = single_word_ngram(["yes", "no", "go", "go"])
     model.write_arpa(tmp_path / "one.arpa")
-    for found in (model, read_arpa(tmp_path / "one.arpa")):
-        assert [10 ** found.sentence_log10([word]) for word in ("go", "no", "yes")] == pytest.approx([1 / 3] * 3)
-        assert found.sentence_log10([]) < -90 > found.sentence_log10(["go", "no"])
-        assert found.perplexity([["go"], ["no"]]) == pytest.approx(math.sqrt(3))
+    for ngram in (model, read_arpa(tmp_path / "one.arpa")):
+        assert [10 ** sentence_log10(ngram, [word]) for word in ("go", "no", "yes")] == pytest.approx([1 / 3] * 3)
+        assert sentence_log10(ngram, []) < -90 > sentence_log10(ngram, ["go", "no"])
+        assert ngram.perplexity([["go"], ["no"]]) == pytest.approx(math.sqrt(3))
     with pytest.raises(DataError, match="no word"):
-        one_of([])
+        single_word_ngram([])
 
 
-def test_more_of_the_past_predicts_a_text_with_memory_better() -> None:
+def test_higher_orders_predict_a_text_with_memory_better() -> None:
     text = [("a b c d e " * 3 + "a c e b d " * 3).split() for _ in range(3)]
     values = [estimate(text, order).perplexity(text) for order in (1, 2, 3)]
     assert values[0] > values[1] > values[2]
 
 
-def test_the_perplexity_of_a_uniform_model_is_its_size() -> None:
+def test_perplexity_of_a_uniform_model_is_its_size() -> None:
     model = estimate([], vocabulary=[f"w{n}" for n in range(9)])
     assert model.perplexity([["w1", "w2"], []]) == pytest.approx(10)
 
 
 @pytest.mark.parametrize("order", [0, 5])
-def test_orders_out_of_range_are_refused(order: int) -> None:
+def test_orders_out_of_range_raise(order: int) -> None:
     with pytest.raises(UsageError, match="1 to 4"):
         estimate([["a"]], order)
 
 
-def test_marks_inside_a_sentence_are_refused() -> None:
+def test_sentence_markers_in_the_text_raise() -> None:
     with pytest.raises(DataError, match="sentence 2"):
         estimate([["a"], ["a", END]])
 
 
-# ------------------------------------------------------------------------------------------- words not in the vocabulary
+# ------------------------------------------------------------------------------------------- out-of-vocabulary words
 
 
-def test_words_outside_the_vocabulary_become_unknown_and_are_listed() -> None:
+def test_oov_words_become_unk_and_are_counted() -> None:
     model = estimate([["a", "x"], ["y", "a", "x"]], order=2, vocabulary=["a", "b"])
-    assert model.outside == {"x": 2, "y": 1}
+    assert model.oov == {"x": 2, "y": 1}
     assert model.vocabulary == {"a", "b", UNKNOWN, END}
     assert estimate([["a"]], vocabulary=["a", "b"]).vocabulary == {"a", "b", END}
 
 
-def test_perplexity_counts_what_it_cannot_predict() -> None:
+def test_measure_counts_words_that_it_cannot_predict() -> None:
     closed = estimate([["a", "b"]] * 3, order=2)
     fit = closed.measure([["a", "q", "b"], ["q"]])
-    assert (fit.outside, fit.predictions, fit.sentences) == ({"q": 2}, 4, 2)
+    assert (fit.oov, fit.predictions, fit.sentences) == ({"q": 2}, 4, 2)
     assert math.isfinite(fit.perplexity)
     opened = estimate([["a", "b", "z"]], order=2, vocabulary=["a", "b"])
     assert opened.measure([["a", "q", "b"]]).predictions == 4
@@ -129,14 +130,14 @@ def test_perplexity_counts_what_it_cannot_predict() -> None:
 
 @settings(max_examples=30)
 @given(sentences.filter(any), orders)
-def test_a_model_written_down_reads_back_equal(
+def test_model_survives_writing_and_reading(
     tmp_path_factory: pytest.TempPathFactory, text: list[list[str]], order: int
 ) -> None:
     folder, model = tmp_path_factory.mktemp("arpa"), estimate(text, order)
     for name in ("lm.arpa", "lm.arpa.gz"):
         model.write_arpa(folder / name)
-        found = read_arpa(folder / name)
-        assert (found.order, found.probabilities, found.backoffs) == (order, model.probabilities, model.backoffs)
+        ngram = read_arpa(folder / name)
+        assert (ngram.order, ngram.probabilities, ngram.backoffs) == (order, model.probabilities, model.backoffs)
 
 
 FOREIGN = """
@@ -156,22 +157,22 @@ ngram 2=2
 -0.4\tUNE DEUX
 
 \\end\\
-what follows is nobody's business
+text after the end is ignored
 """
 
 
-def test_a_foreign_file_is_read_with_its_blanks_and_gaps(tmp_path: Path) -> None:
+def test_foreign_file_with_blanks_and_gaps_is_read(tmp_path: Path) -> None:
     (tmp_path / "lm").write_text(FOREIGN)
     model = read_arpa(tmp_path / "lm")
     assert model.log10("UNE", [BEGIN]) == -0.1
     assert model.log10("DEUX", [BEGIN]) == pytest.approx(-0.30103 - 0.7)
     assert model.log10(END, ["UNE", "DEUX"]) == -0.5
     assert model.log10("TROIS", []) == -math.inf
-    assert model.sentence_log10(["UNE", "DEUX"]) == pytest.approx(-0.1 - 0.4 - 0.5)
+    assert sentence_log10(model, ["UNE", "DEUX"]) == pytest.approx(-0.1 - 0.4 - 0.5)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("\\data\\", "data", "not an ARPA file"),
         ("ngram 2=2", "ngram 2=3", "announces 3"),
@@ -184,14 +185,14 @@ def test_a_foreign_file_is_read_with_its_blanks_and_gaps(tmp_path: Path) -> None
         ("\\end\\", "", "line 18"),
     ],
 )
-def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, old: str, new: str, told: str) -> None:
+def test_error_names_the_line_of_a_damaged_file(tmp_path: Path, old: str, new: str, message: str) -> None:
     (tmp_path / "lm").write_text(FOREIGN.replace(old, new))
-    with pytest.raises(DataError, match=told) as error:
+    with pytest.raises(DataError, match=message) as error:
         read_arpa(tmp_path / "lm")
     assert str(tmp_path / "lm") in error.value.where
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_errors_name_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(gzip.compress(FOREIGN.encode())[:60])
     (tmp_path / "plain.gz").write_text(FOREIGN)
     (tmp_path / "latin").write_bytes(FOREIGN.replace("UNE", "ÉTÉ").encode("latin-1"))

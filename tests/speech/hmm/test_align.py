@@ -1,9 +1,10 @@
-"""Training from a flat start finds the true boundaries of a toy language, and real digits; what cannot be aligned is named."""
+"""Training from a flat start finds the true boundaries of a toy language and of real digits; errors name the utterance."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -25,20 +26,16 @@ from roundelay.speech.hmm.align import (
     align_all,
     train_mono,
     train_tri,
-    write_states,
+    write_alignments,
 )
 from roundelay.speech.hmm.em_workers import UtteranceBlock
-from roundelay.speech.hmm.hmm import AlignmentModel, seconds
+from roundelay.speech.hmm.model import AlignmentModel, seconds
 
 Lexicon: Any = LEXICON
 QUICK = MonoOptions(passes=12, gaussians=1, deltas=0)
 
 
-def quiet(_: str) -> None:
-    pass
-
-
-def spoken(speech: Toy) -> list[tuple[str, tuple[str, ...]]]:
+def utterance_words(speech: Toy) -> list[tuple[str, tuple[str, ...]]]:
     return [(u.id, u.words) for u in speech.corpus.utterances]
 
 
@@ -49,33 +46,33 @@ def speech() -> Toy:
 
 @pytest.fixture(scope="module")
 def mono(speech: Toy) -> AlignmentModel:
-    return train_mono(speech, speech.corpus, Lexicon, QUICK, say=quiet)
+    return train_mono(speech, speech.corpus, Lexicon, QUICK)
 
 
 def misplaced(model: AlignmentModel, speech: Toy) -> int:
-    """Words whose first or last frame is not where it truly is."""
+    """Count the words whose first or last frame differs from the truth."""
     wrong = 0
     for u in speech.corpus.utterances:
-        found = model.align(speech.static(u.id), u.words, Lexicon).words
-        assert [word for word, _, _ in found] == list(u.words)
-        wrong += sum(a != b for a, b in zip(found, speech.words[u.id], strict=True))
+        spans = model.align(speech.static(u.id), u.words, Lexicon).words
+        assert [word for word, _, _ in spans] == list(u.words)
+        wrong += sum(a != b for a, b in zip(spans, speech.words[u.id], strict=True))
     return wrong
 
 
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def test_a_flat_start_finds_every_boundary_pause_and_pronunciation(mono: AlignmentModel) -> None:
-    unheard = toy(40, seed=7)
-    assert misplaced(mono, unheard) <= 2
-    phones = {u.id: mono.align(unheard.static(u.id), u.words, Lexicon).phones for u in unheard.corpus.utterances}
-    for id, said in unheard.said.items():
-        assert [p for p, _, _ in phones[id] if p != "SIL"] == [p for word in said for p in word]
+def test_flat_start_finds_boundaries_silence_and_pronunciations(mono: AlignmentModel) -> None:
+    unseen = toy(40, seed=7)
+    assert misplaced(mono, unseen) <= 2
+    phones = {u.id: mono.align(unseen.static(u.id), u.words, Lexicon).phones for u in unseen.corpus.utterances}
+    for id, pronunciations in unseen.pronunciations.items():
+        assert [p for p, _, _ in phones[id] if p != "SIL"] == [p for word in pronunciations for p in word]
         assert all(a[2] == b[1] for a, b in itertools.pairwise(phones[id]))
 
 
-def test_loops_follow_the_durations(speech: Toy, mono: AlignmentModel) -> None:
-    """Half-way trained or not, a loop's probability is the share of its state's frames that another one follows."""
+def test_self_loops_follow_the_durations(speech: Toy, mono: AlignmentModel) -> None:
+    """A self-loop probability is the fraction of the state's frames that are followed by another frame of the state."""
     stays, seen = np.zeros(mono.num_pdfs), np.zeros(mono.num_pdfs)
     for u in speech.corpus.utterances:
         for _, run in itertools.groupby(mono.align(speech.static(u.id), u.words, Lexicon).pdfs.tolist()):
@@ -83,71 +80,71 @@ def test_loops_follow_the_durations(speech: Toy, mono: AlignmentModel) -> None:
             stays[frames[0]] += len(frames) - 1
             seen[frames[0]] += len(frames)
     np.testing.assert_allclose(mono.self_loop, np.clip(stays / seen, 0.02, 0.98), atol=0.02)
-    spoken_states = np.arange(mono.num_pdfs) >= 3
-    assert np.sum(seen[spoken_states]) / np.sum(seen - stays, where=spoken_states) == pytest.approx(4.0, abs=0.1)
+    speech_states = np.arange(mono.num_pdfs) >= 3
+    assert np.sum(seen[speech_states]) / np.sum(seen - stays, where=speech_states) == pytest.approx(4.0, abs=0.1)
 
 
-def test_passes_never_lose_score(speech: Toy, mono: AlignmentModel) -> None:
-    """Viterbi training climbs: with one Gaussian per state every pass scores its best paths no worse than the one before."""
-    told: list[str] = []
-    train_mono(speech, speech.corpus, Lexicon, MonoOptions(passes=10, gaussians=1), say=told.append)
-    values = [float(found[1]) for line in told if (found := re.search(r"log likelihood (-?[\d.]+)", line))]
+def test_passes_never_decrease_the_score(speech: Toy, caplog: pytest.LogCaptureFixture) -> None:
+    """With one Gaussian per state, the log likelihood of the best paths does not decrease from pass to pass."""
+    with caplog.at_level(logging.INFO, "roundelay.speech.hmm"):
+        train_mono(speech, speech.corpus, Lexicon, MonoOptions(passes=10, gaussians=1))
+    values = [float(match[1]) for line in caplog.messages if (match := re.search(r"log likelihood (-?[\d.]+)", line))]
     assert len(values) == 10
     assert all(b >= a - 1e-3 for a, b in itertools.pairwise(values))
     assert values[-1] > values[0] + 5.0
 
 
-def test_mixtures_grow_to_their_budget(speech: Toy) -> None:
-    told: list[str] = []
-    model = train_mono(speech, speech.corpus, Lexicon, MonoOptions(passes=8, gaussians=3), say=told.append)
+def test_mixtures_grow_to_their_budget(speech: Toy, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "roundelay.speech.hmm"):
+        model = train_mono(speech, speech.corpus, Lexicon, MonoOptions(passes=8, gaussians=3))
     assert model.num_pdfs * 2 < model.gmm.components <= model.num_pdfs * 3
-    assert "Gaussians" in told[-1]
+    assert "Gaussians" in caplog.messages[-1]
 
 
-def test_triphones_learn_what_monophones_cannot() -> None:
+def test_triphones_model_context_that_monophones_cannot() -> None:
     shifted = toy(150, context_shift=0.8)
-    options = TriOptions(leaves=40, least_frames=30, least_gain=10.0, passes=9, gaussians=1, splice=0)
-    mono = train_mono(shifted, shifted.corpus, Lexicon, QUICK, say=quiet)
-    tri = train_tri(mono, shifted, shifted.corpus, Lexicon, options, say=quiet)
-    unheard = toy(40, seed=9, context_shift=0.8)
+    options = TriOptions(leaves=40, min_frames=30, min_gain=10.0, passes=9, gaussians=1, splice=0)
+    mono = train_mono(shifted, shifted.corpus, Lexicon, QUICK)
+    tri = train_tri(mono, shifted, shifted.corpus, Lexicon, options)
+    unseen = toy(40, seed=9, context_shift=0.8)
     assert tri.num_pdfs > mono.num_pdfs
     gained = [
-        tri.align(unheard.static(u.id), u.words, Lexicon).score - mono.align(unheard.static(u.id), u.words, Lexicon).score
-        for u in unheard.corpus.utterances
+        tri.align(unseen.static(u.id), u.words, Lexicon).score - mono.align(unseen.static(u.id), u.words, Lexicon).score
+        for u in unseen.corpus.utterances
     ]
     assert np.mean(gained) > 0.5
-    assert misplaced(tri, unheard) <= 2
+    assert misplaced(tri, unseen) <= 2
     index = {phone: n for n, phone in enumerate(tri.lexicon_phones)}
     after_o = tri.pdf(index["O"], index["T"], index["G"], 1)
     assert after_o != tri.pdf(index["L"], index["T"], index["G"], 1)
 
 
-def test_projected_features_align_as_well() -> None:
+def test_lda_features_align_as_well() -> None:
     shifted = toy(100, context_shift=0.8)
-    options = TriOptions(leaves=30, least_frames=30, least_gain=10.0, passes=13, gaussians=1, splice=2, dim=15)
-    mono = train_mono(shifted, shifted.corpus, Lexicon, QUICK, say=quiet)
-    tri = train_tri(mono, shifted, shifted.corpus, Lexicon, options, say=quiet)
+    options = TriOptions(leaves=30, min_frames=30, min_gain=10.0, passes=13, gaussians=1, splice=2, dim=15)
+    mono = train_mono(shifted, shifted.corpus, Lexicon, QUICK)
+    tri = train_tri(mono, shifted, shifted.corpus, Lexicon, options)
     assert tri.gmm.dim == 15
     assert misplaced(tri, toy(40, seed=9, context_shift=0.8)) <= 6
 
 
-def test_a_model_does_not_depend_on_the_number_of_processes(speech: Toy, tmp_path: Path) -> None:
+def test_model_does_not_depend_on_the_number_of_processes(speech: Toy, tmp_path: Path) -> None:
     options = MonoOptions(passes=4, gaussians=2)
     for jobs in (1, 2):
-        train_mono(speech, speech.corpus, Lexicon, options, jobs=jobs, say=quiet).save(tmp_path / str(jobs))
+        train_mono(speech, speech.corpus, Lexicon, options, jobs=jobs).save(tmp_path / str(jobs))
     assert (tmp_path / "1" / "model.safetensors").read_bytes() == (tmp_path / "2" / "model.safetensors").read_bytes()
 
 
-def test_a_corpus_too_large_to_hold_is_read_again_in_every_pass(speech: Toy, mono: AlignmentModel) -> None:
-    held, read = (UtteranceBlock(spoken(speech), speech, Lexicon, hold) for hold in (True, False))
-    for realign_passes in (True, False):
-        a, b = held.train(mono, realign_passes), read.train(mono, realign_passes)
+def test_corpus_too_large_for_the_cache_is_read_in_every_pass(speech: Toy, mono: AlignmentModel) -> None:
+    cached, read = (UtteranceBlock(utterance_words(speech), speech, Lexicon, cache) for cache in (True, False))
+    for realign in (True, False):
+        a, b = cached.accumulate(mono, realign), read.accumulate(mono, realign)
         assert a.gmm.loglike == b.gmm.loglike
     assert not read._features
     assert not read._graphs
 
 
-# -------------------------------------------------------------------------------------------------- what cannot be done
+# -------------------------------------------------------------------------------------------- utterances without a path
 
 
 def with_utterance(speech: Toy, id: str, words: tuple[str, ...], frames: int | None) -> tuple[Toy, Corpus]:
@@ -158,17 +155,19 @@ def with_utterance(speech: Toy, id: str, words: tuple[str, ...], frames: int | N
     return Toy(corpus, statics, {}), corpus
 
 
-def test_a_word_without_pronunciation_is_an_error_or_skipped(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
+def test_word_without_pronunciation_raises_or_is_skipped(
+    speech: Toy, mono: AlignmentModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store, corpus = with_utterance(speech, "u9", ("GALE", "QUUX"), 50)
     with pytest.raises(DataError, match=r"(?s)'QUUX' has no pronunciation.*utterance u9"):
-        train_mono(store, corpus, Lexicon, QUICK, say=quiet)
+        train_mono(store, corpus, Lexicon, QUICK)
     with pytest.raises(DataError, match=r"(?s)'QUUX' has no pronunciation.*utterance u9"):
         align_all(mono, store, corpus, Lexicon, tmp_path, progress="none")  # type: ignore[arg-type]
-    told: list[str] = []
-    train_mono(store, corpus, Lexicon, MonoOptions(passes=1, gaussians=1, on_missing="skip"), say=told.append)
-    assert "1 utterances have words without pronunciation (QUUX)" in told[0]
-    found = align_all(mono, store, corpus, Lexicon, tmp_path, progress="none", on_missing="skip")  # type: ignore[arg-type]
-    assert found.skipped == {"u9": "the word 'QUUX' has no pronunciation"}
+    with caplog.at_level(logging.INFO, "roundelay.speech.hmm"):
+        train_mono(store, corpus, Lexicon, MonoOptions(passes=1, gaussians=1, on_missing="skip"))
+    assert "1 utterances have words without pronunciation (QUUX)" in caplog.messages[0]
+    alignments = align_all(mono, store, corpus, Lexicon, tmp_path, progress="none", on_missing="skip")  # type: ignore[arg-type]
+    assert alignments.skipped == {"u9": "the word 'QUUX' has no pronunciation"}
 
 
 @pytest.mark.parametrize(
@@ -178,21 +177,21 @@ def test_utterances_without_a_path_are_skipped_and_counted(
     speech: Toy, mono: AlignmentModel, tmp_path: Path, frames: int | None, reason: str
 ) -> None:
     store, corpus = with_utterance(speech, "u9", ("OLGA",), frames)
-    found = align_all(mono, store, corpus, Lexicon, tmp_path, progress="none")  # type: ignore[arg-type]
-    assert found.skipped == {"u9": reason}
-    assert len(found) == len(speech.corpus.utterances)
+    alignments = align_all(mono, store, corpus, Lexicon, tmp_path, progress="none")  # type: ignore[arg-type]
+    assert alignments.skipped == {"u9": reason}
+    assert len(alignments) == len(speech.corpus.utterances)
     with pytest.raises(DataError, match=re.escape(f"utterance u9 has no alignment: {reason}")):
-        found["u9"]
-    model = train_mono(store, corpus, Lexicon, MonoOptions(passes=2, gaussians=1), say=quiet)
+        alignments["u9"]
+    model = train_mono(store, corpus, Lexicon, MonoOptions(passes=2, gaussians=1))
     assert np.all(np.isfinite(model.gmm.mean))
 
 
-def test_a_corpus_of_which_nothing_can_be_aligned_is_an_error(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
+def test_corpus_without_any_alignment_raises(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
     store = Toy(
         Corpus(Path("toy"), [Utterance("u9", "s", ("OLGA",), Path("x.wav"))]), {"u9": np.zeros((5, 13), np.float32)}, {}
     )
     with pytest.raises(DataError, match=r"no utterance can be aligned: .*u9 \(too short"):
-        train_mono(store, store.corpus, Lexicon, QUICK, say=quiet)
+        train_mono(store, store.corpus, Lexicon, QUICK)
     with pytest.raises(DataError, match=r"no utterance can be aligned: .*u9 \(too short"):
         align_all(mono, store, store.corpus, Lexicon, tmp_path, progress="none")  # type: ignore[arg-type]
 
@@ -200,47 +199,47 @@ def test_a_corpus_of_which_nothing_can_be_aligned_is_an_error(speech: Toy, mono:
 # ---------------------------------------------------------------------------------------------------------- alignments
 
 
-def test_alignments_come_back_from_their_folder(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
-    made = align_all(mono, speech, speech.corpus, Lexicon, tmp_path, progress="none")  # type: ignore[arg-type]
-    found = Alignments.open(tmp_path)
-    assert found.ids == made.ids == speech.ids
+def test_alignments_survive_writing_and_reading(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
+    written = align_all(mono, speech, speech.corpus, Lexicon, tmp_path, progress="none")  # type: ignore[arg-type]
+    alignments = Alignments.open(tmp_path)
+    assert alignments.ids == written.ids == speech.ids
     total = np.zeros(mono.num_pdfs, np.int64)
     for u in speech.corpus.utterances:
         expected = mono.align(speech.static(u.id), u.words, Lexicon)
-        assert found[u.id].dtype == np.int32
-        np.testing.assert_array_equal(found[u.id], expected.pdfs)
-        assert found.words(u.id) == expected.words
-        assert found.score(u.id) == expected.score
+        assert alignments[u.id].dtype == np.int32
+        np.testing.assert_array_equal(alignments[u.id], expected.pdfs)
+        assert alignments.words(u.id) == expected.words
+        assert alignments.score(u.id) == expected.score
         np.add.at(total, expected.pdfs, 1)
-    np.testing.assert_array_equal(found.counts(), total)
-    assert found.num_pdfs == mono.num_pdfs
+    np.testing.assert_array_equal(alignments.counts(), total)
+    assert alignments.num_pdfs == mono.num_pdfs
 
 
-def test_offsets_of_word_starts_are_measured(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
-    made = align_all(mono, speech, speech.corpus, Lexicon, tmp_path / "ali", progress="none")  # type: ignore[arg-type]
+def test_word_start_offsets_are_measured(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
+    written = align_all(mono, speech, speech.corpus, Lexicon, tmp_path / "ali", progress="none")  # type: ignore[arg-type]
     late = 0.03
     lines = [
         f"{id} {word} {seconds(first) - late:.4f} {seconds(end):.4f}\n"
-        for id in made.ids
-        for word, first, end in made.words(id)
+        for id in written.ids
+        for word, first, end in written.words(id)
     ]
     (tmp_path / word_times.FILE).write_text("".join(lines))
-    found = word_times.compare(made, word_times.read_word_times(tmp_path / word_times.FILE))
-    assert (found.words, found.within_100_ms, found.first_words_within_100_ms) == (len(lines), 1.0, 1.0)
-    assert found.median_ms == pytest.approx(1e3 * late, abs=0.1)
-    lines[0] = lines[0].replace(f"{seconds(made.words(made.ids[0])[0][1]) - late:.4f}", "-5")
+    offsets = word_times.compare(written, word_times.read_word_times(tmp_path / word_times.FILE))
+    assert (offsets.words, offsets.within_100_ms, offsets.first_words_within_100_ms) == (len(lines), 1.0, 1.0)
+    assert offsets.median_ms == pytest.approx(1e3 * late, abs=0.1)
+    lines[0] = lines[0].replace(f"{seconds(written.words(written.ids[0])[0][1]) - late:.4f}", "-5")
     (tmp_path / word_times.FILE).write_text("".join(lines))
-    found = word_times.compare(made, word_times.read_word_times(tmp_path / word_times.FILE))
-    assert found.within_100_ms == pytest.approx(1 - 1 / len(lines))
-    assert found.first_words_within_100_ms == pytest.approx(1 - 1 / len(made.ids))
+    offsets = word_times.compare(written, word_times.read_word_times(tmp_path / word_times.FILE))
+    assert offsets.within_100_ms == pytest.approx(1 - 1 / len(lines))
+    assert offsets.first_words_within_100_ms == pytest.approx(1 - 1 / len(written.ids))
     (tmp_path / word_times.FILE).write_text("toy-0000 A 0.1\n")
-    with pytest.raises(DataError, match=r"not 'utterance word start end'[\s\S]*line 1"):
+    with pytest.raises(DataError, match=r"must be 'utterance word start end'[\s\S]*line 1"):
         word_times.read_word_times(tmp_path / word_times.FILE)
 
 
-def test_scores_from_elsewhere_align_as_well(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
+def test_scores_of_another_model_align_as_well(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
     own = align_all(mono, speech, speech.corpus, Lexicon, tmp_path / "own", progress="none")  # type: ignore[arg-type]
-    given = align_all(
+    external = align_all(
         mono,
         speech,  # type: ignore[arg-type]
         speech.corpus,
@@ -249,7 +248,7 @@ def test_scores_from_elsewhere_align_as_well(speech: Toy, mono: AlignmentModel, 
         progress="none",
         loglikes=lambda id: mono.loglikes(speech.static(id)),
     )
-    same = sum(int((own[id] == given[id]).sum()) for id in own.ids)
+    same = sum(int((own[id] == external[id]).sum()) for id in own.ids)
     assert same >= 0.999 * own.counts().sum()
     with pytest.raises(DataError, match="scores of shape"):
         align_all(
@@ -263,25 +262,25 @@ def test_scores_from_elsewhere_align_as_well(speech: Toy, mono: AlignmentModel, 
         )
 
 
-def test_states_aligned_elsewhere_are_kept_as_well(tmp_path: Path) -> None:
+def test_alignments_of_another_toolkit_are_written(tmp_path: Path) -> None:
     states = {"b": np.array([3, 3, 1], np.int32), "a": np.array([0], np.int32)}
-    write_states(tmp_path, states, 4)
-    found = Alignments.open(tmp_path)
-    assert found.ids == ["a", "b"]
-    assert found["b"].tolist() == [3, 3, 1]
-    assert found.counts().tolist() == [1, 1, 0, 2]
-    assert found.words("b") == []
-    with pytest.raises(DataError, match="utterance b is aligned to pdf 3 of 3"):
-        write_states(tmp_path, states, 3)
+    write_alignments(tmp_path, states, 4)
+    alignments = Alignments.open(tmp_path)
+    assert alignments.ids == ["a", "b"]
+    assert alignments["b"].tolist() == [3, 3, 1]
+    assert alignments.counts().tolist() == [1, 1, 0, 2]
+    assert alignments.words("b") == []
+    with pytest.raises(DataError, match=r"pdfs of utterance b must be >= 0 and < 3 \(got 3\)"):
+        write_alignments(tmp_path, states, 3)
 
 
-def test_damaged_alignments_are_named(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
+def test_errors_name_damaged_alignments(speech: Toy, mono: AlignmentModel, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there are no alignments"):
         Alignments.open(tmp_path)
     align_all(mono, speech, speech.corpus, Lexicon, tmp_path, progress="none")  # type: ignore[arg-type]
     index = json.loads((tmp_path / "alignments.json").read_text())
     (tmp_path / "alignments.json").write_text(json.dumps({**index, "utterances": index["utterances"][1:]}))
-    with pytest.raises(DataError, match="the index speaks of"):
+    with pytest.raises(DataError, match="to match the index"):
         Alignments.open(tmp_path)
     (tmp_path / "alignments.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read"):
@@ -315,19 +314,19 @@ def best_word(model: AlignmentModel, static: Any, lexicon: Any) -> str:
 
 
 @pytest.mark.skipif(not (DATA / "fsdd").is_dir(), reason=f"no recordings at {DATA} (set ROUNDELAY_DATA)")
-def test_real_digits_are_told_apart_and_cover_their_recordings(tmp_path: Path) -> None:
+def test_real_digits_are_distinguished_and_cover_their_recordings(tmp_path: Path) -> None:
     lexicon: Any = ToyLexicon({w: [(tuple(v.split()), 1 / len(vs)) for v in vs] for w, vs in DIGITS.items()})
     everything = read_data_dir(DATA / "fsdd" / "train")
     train = Corpus(everything.folder, everything.utterances[::4])
     test = Corpus(everything.folder, everything.utterances[1::12])
-    heard = extract(train, tmp_path / "train", FeatureOptions(), progress="none")
-    unheard = extract(test, tmp_path / "test", FeatureOptions(), progress="none")
-    mono = train_mono(heard, train, lexicon, MonoOptions(passes=12, gaussians=4), say=quiet)
-    tri = train_tri(mono, heard, train, lexicon, TriOptions(passes=6, gaussians=3, least_frames=60, splice=0), say=quiet)
+    train_store = extract(train, tmp_path / "train", FeatureOptions(), progress="none")
+    unseen = extract(test, tmp_path / "test", FeatureOptions(), progress="none")
+    mono = train_mono(train_store, train, lexicon, MonoOptions(passes=12, gaussians=4))
+    tri = train_tri(mono, train_store, train, lexicon, TriOptions(passes=6, gaussians=3, min_frames=60, splice=0))
     for model in (mono, tri):
-        right = sum(best_word(model, unheard.static(u.id), lexicon) == u.words[0] for u in test.utterances)
+        right = sum(best_word(model, unseen.static(u.id), lexicon) == u.words[0] for u in test.utterances)
         assert right >= 0.9 * len(test)
-    found = align_all(tri, heard, train, lexicon, tmp_path / "aligned", progress="none")
-    assert len(found) >= 0.99 * len(train)
-    spoken_share = [(end - begin) / heard.frames(id) for id in found.ids for _, begin, end in found.words(id)]
-    assert np.median(spoken_share) > 0.7  # the recordings are cut close to the word
+    alignments = align_all(tri, train_store, train, lexicon, tmp_path / "aligned", progress="none")
+    assert len(alignments) >= 0.99 * len(train)
+    word_fraction = [(end - begin) / train_store.frames(id) for id in alignments.ids for _, begin, end in alignments.words(id)]
+    assert np.median(word_fraction) > 0.7  # the recordings are trimmed to the word

@@ -1,4 +1,4 @@
-"""The best path is the best of all paths, graphs hold what may be said and nothing else, and models come back bit by bit."""
+"""Viterbi search equals exhaustive search, graphs contain exactly the pronunciations, and models survive their files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 from toy_speech import LEXICON, MELS
 
 from roundelay.errors import DataError
+from roundelay.speech.hmm.frontend import Frontend
 from roundelay.speech.hmm.gmm import Gmm, GmmStatistics
-from roundelay.speech.hmm.hmm import (
-    AlignmentModel,
-    Frontend,
-    UtteranceGraph,
-    monophone_table,
-    seconds,
-    utterance_graph,
-)
+from roundelay.speech.hmm.model import AlignmentModel, monophone_table, seconds
+from roundelay.speech.hmm.utterance_graph import UtteranceGraph, utterance_graph
 from roundelay.speech.hmm.viterbi import StateGraph, best_path
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +52,7 @@ def path_score(path: tuple[int, ...], scores: Array, column: Array, loop: Array,
 
 
 @given(searches())
-def test_best_path_is_the_best_of_all(search: tuple[Array, Array, Array, StateGraph]) -> None:
+def test_best_path_equals_exhaustive_search(search: tuple[Array, Array, Array, StateGraph]) -> None:
     scores, _, _, graph = search
     all_paths = itertools.product(range(graph.states), repeat=len(scores))
     best = max(path_score(path, *search) for path in all_paths)
@@ -67,7 +62,7 @@ def test_best_path_is_the_best_of_all(search: tuple[Array, Array, Array, StateGr
         assert path_score(tuple(path.tolist()), *search) == pytest.approx(best, abs=1e-4)
 
 
-def test_a_search_larger_than_memory_is_refused_before_it_starts() -> None:
+def test_search_larger_than_memory_raises_before_it_starts() -> None:
     graph = utterance_graph([[((1,), 0.0)]] * 3000, [3, 3], context=False, silence=0.5).arcs
     scores = np.broadcast_to(np.zeros((1, 1), np.float32), (100_000, 1))
     with pytest.raises(DataError, match="too long to align"):
@@ -89,64 +84,64 @@ words = st.lists(
 )
 
 
-def sayings(variants: list[list[tuple[tuple[int, ...], float]]], silence: float) -> dict[tuple[int, ...], float]:
-    """Every string of phones with the log probability of its best reading."""
-    found: dict[tuple[int, ...], float] = {}
+def phone_sequences(variants: list[list[tuple[tuple[int, ...], float]]], silence: float) -> dict[tuple[int, ...], float]:
+    """Return all phone sequences with the log probability of the best reading of each."""
+    sequences: dict[tuple[int, ...], float] = {}
     for pauses in itertools.product([False, True], repeat=len(variants) + 1):
         for chosen in itertools.product(*variants):
             phones = [SIL] if pauses[0] else []
             total = 0.0
-            for (said, cost), pause in zip(chosen, pauses[1:], strict=True):
-                phones += [*said, *([SIL] if pause else [])]
+            for (variant, cost), pause in zip(chosen, pauses[1:], strict=True):
+                phones += [*variant, *([SIL] if pause else [])]
                 total += cost
             total += sum(np.log(silence if pause else 1 - silence) for pause in pauses)
-            found[tuple(phones)] = max(total, found.get(tuple(phones), -np.inf))
-    return found
+            sequences[tuple(phones)] = max(total, sequences.get(tuple(phones), -np.inf))
+    return sequences
 
 
 def graph_paths(graph: UtteranceGraph) -> list[tuple[tuple[int, ...], float]]:
-    """Nodes of every path through a graph whose phones have one state, with its weight."""
+    """Return the nodes and the weight of all paths through a graph whose phones have one state."""
     arcs = graph.arcs
     waiting = [((n,), float(arcs.start[n])) for n in range(arcs.states) if np.isfinite(arcs.start[n])]
-    found = []
+    paths = []
     while waiting:
         path, cost = waiting.pop()
         if np.isfinite(arcs.final[path[-1]]):
-            found.append((path, cost + float(arcs.final[path[-1]])))
+            paths.append((path, cost + float(arcs.final[path[-1]])))
         for state in range(path[-1] + 1, arcs.states):
             for a in range(arcs.first[state], arcs.first[state + 1]):
                 if arcs.source[a] == path[-1]:
                     waiting.append(((*path, state), cost + float(arcs.weight[a])))
-    return found
+    return paths
 
 
 @given(words, st.booleans())
-def test_graphs_hold_exactly_what_may_be_said(variants: Any, context: bool) -> None:
+def test_graphs_contain_exactly_the_phone_sequences(variants: Any, context: bool) -> None:
     graph = utterance_graph(variants, [1, 1, 1, 1], context=context, silence=0.3)
-    found: dict[tuple[int, ...], float] = {}
+    actual: dict[tuple[int, ...], float] = {}
     for path, cost in graph_paths(graph):
         phones = tuple(graph.phone[list(path)].tolist())
-        found[phones] = max(cost, found.get(phones, -np.inf))
+        actual[phones] = max(cost, actual.get(phones, -np.inf))
         if context:
             for before, here, after in zip((SIL, *phones), phones, (*phones[1:], SIL), strict=False):
                 key = (before * 4 + here) * 4 + after if here != SIL else 0
                 assert key in graph.state_key[list(path)]
-    expected = sayings(variants, 0.3)
-    assert set(found) == set(expected)
+    expected = phone_sequences(variants, 0.3)
+    assert set(actual) == set(expected)
     for phones, cost in expected.items():
-        assert found[phones] == pytest.approx(cost)
+        assert actual[phones] == pytest.approx(cost)
 
 
 @given(words, st.booleans())
-def test_with_certain_pauses_everything_said_begins_and_ends_with_one(variants: Any, context: bool) -> None:
-    graph = utterance_graph(variants, [1, 1, 1, 1], context=context, silence=0.3, edges=True)
-    found = {tuple(graph.phone[list(path)].tolist()) for path, _ in graph_paths(graph)}
-    assert found == {phones for phones in sayings(variants, 0.3) if phones[0] == phones[-1] == SIL}
-    assert graph.least_frames == min(map(len, found))
+def test_with_edge_silence_all_paths_begin_and_end_with_silence(variants: Any, context: bool) -> None:
+    graph = utterance_graph(variants, [1, 1, 1, 1], context=context, silence=0.3, edge_silence=True)
+    actual = {tuple(graph.phone[list(path)].tolist()) for path, _ in graph_paths(graph)}
+    assert actual == {phones for phones in phone_sequences(variants, 0.3) if phones[0] == phones[-1] == SIL}
+    assert graph.min_frames == min(map(len, actual))
 
 
 @given(words)
-def test_phones_in_context_have_the_neighbours_that_they_claim(variants: Any) -> None:
+def test_phones_in_context_have_matching_neighbors(variants: Any) -> None:
     graph = utterance_graph(variants, [1, 1, 1, 1], context=True, silence=0.3)
     for path, _ in graph_paths(graph):
         phones = graph.phone[list(path)].tolist()
@@ -157,10 +152,10 @@ def test_phones_in_context_have_the_neighbours_that_they_claim(variants: Any) ->
                 assert graph.state_key[state] == (left * 4 + phones[n]) * 4 + right
 
 
-def test_an_utterance_without_words_is_a_pause() -> None:
+def test_utterance_without_words_is_silence() -> None:
     graph = utterance_graph([], [3, 3], context=True, silence=0.5)
     assert graph.phone.tolist() == [SIL]
-    assert graph.least_frames == 3
+    assert graph.min_frames == 3
 
 
 # ----------------------------------------------------------------------------------------------------------- mixtures
@@ -172,7 +167,7 @@ def random_gmm(random: np.random.Generator, sizes: list[int], dim: int) -> Gmm:
     return Gmm(first, weight, random.normal(size=(first[-1], dim)), random.uniform(0.2, 2.0, (first[-1], dim)))
 
 
-def test_scores_are_those_of_the_formula() -> None:
+def test_gmm_scores_equal_the_formula() -> None:
     random = np.random.default_rng(5)
     gmm = random_gmm(random, [1, 4, 2], 6)
     x = random.normal(size=(700, 6)).astype(np.float32)
@@ -187,7 +182,7 @@ def test_scores_are_those_of_the_formula() -> None:
     assert gmm.best_components(x, np.ones(len(x), np.int32)).tolist() == (1 + parts[:, 1:5].argmax(1)).tolist()
 
 
-def test_growing_and_estimating_never_loses_likelihood() -> None:
+def test_splitting_and_estimating_never_decrease_likelihood() -> None:
     random = np.random.default_rng(6)
     x = np.concatenate([random.normal(m, s, (400, 3)) for m, s in ((-3, 0.5), (0, 1.0), (2, 0.3))]).astype(np.float32)
     pdfs = np.zeros(len(x), np.int32)
@@ -206,7 +201,7 @@ def test_growing_and_estimating_never_loses_likelihood() -> None:
     assert sorted(gmm.mean[:, 0].round().tolist()) == [-3, 0, 2]
 
 
-def test_components_without_frames_go_and_pdfs_without_frames_stay_as_they_are() -> None:
+def test_components_without_frames_are_dropped_pdfs_are_kept() -> None:
     gmm = random_gmm(np.random.default_rng(7), [2, 2], 3)
     statistics = GmmStatistics.empty(4, 3)
     x = np.random.default_rng(8).normal(gmm.mean[0], 0.01, (100, 3)).astype(np.float32)
@@ -221,7 +216,7 @@ def test_components_without_frames_go_and_pdfs_without_frames_stay_as_they_are()
 
 
 @given(st.lists(st.floats(0, 1e5), min_size=2, max_size=6), st.integers(1, 60))
-def test_growth_keeps_to_its_budget_and_to_the_frames_there_are(occupancy: list[float], total: int) -> None:
+def test_splitting_respects_budget_and_frames(occupancy: list[float], total: int) -> None:
     gmm = Gmm.single(np.zeros((len(occupancy), 2)), np.ones((len(occupancy), 2)))
     grown = gmm.grown(np.array(occupancy), total)
     sizes = np.diff(grown.first)
@@ -241,7 +236,7 @@ def small_model(**other: Any) -> AlignmentModel:
     return AlignmentModel(phones, table, loops, gmm, **other)
 
 
-def test_models_come_back_bit_by_bit(tmp_path: Path) -> None:
+def test_models_survive_their_files_bit_by_bit(tmp_path: Path) -> None:
     matrix = np.random.default_rng(1).normal(size=(39, MELS * 3)).astype(np.float32)
     for frontend in (Frontend(), Frontend(13, 0, 1, matrix)):
         model = small_model(frontend=frontend, silence_probability=0.25)
@@ -256,7 +251,7 @@ def test_models_come_back_bit_by_bit(tmp_path: Path) -> None:
         assert before.score == after.score
 
 
-def test_a_damaged_or_absent_model_is_named(tmp_path: Path) -> None:
+def test_error_names_a_damaged_or_missing_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no alignment model"):
         AlignmentModel.load(tmp_path)
     small_model().save(tmp_path)
@@ -266,7 +261,7 @@ def test_a_damaged_or_absent_model_is_named(tmp_path: Path) -> None:
         AlignmentModel.load(tmp_path)
 
 
-def test_monophones_ignore_their_neighbours() -> None:
+def test_monophones_ignore_their_neighbors() -> None:
     model = small_model()
     assert model.pdf(1, 2, 3, 1) == model.pdf(0, 2, 0, 1) == 3 + 3 * 1 + 1
     assert sorted({model.pdf(0, p, 0, s) for p in range(len(model.lexicon_phones)) for s in range(3)}) == list(
@@ -274,7 +269,7 @@ def test_monophones_ignore_their_neighbours() -> None:
     )
 
 
-def test_too_short_and_unknown_are_said_so() -> None:
+def test_errors_name_utterances_that_cannot_be_aligned() -> None:
     model = small_model()
     x = np.zeros((11, MELS), np.float32)
     with pytest.raises(DataError, match=r"too short for its words: 11 frames, 12 are needed\n.*utterance u1"):
@@ -287,6 +282,6 @@ def test_too_short_and_unknown_are_said_so() -> None:
         model.align_scores(np.zeros((20, 3)), ("O",), LEXICON, "u1")  # type: ignore[arg-type]
 
 
-def test_boundaries_lie_between_the_centres_of_frames() -> None:
+def test_boundaries_lie_between_the_centers_of_frames() -> None:
     assert seconds(0) == 0.0
     assert seconds(10) == pytest.approx(0.1075)

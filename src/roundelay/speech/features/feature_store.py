@@ -287,8 +287,8 @@ def from_spec(text: str) -> FeatureStore | KaldiFeatures | AdaptedFeatures | Con
 
 def _open_stream(part: str) -> FeatureStore | KaldiFeatures | AdaptedFeatures:
     path, _, options = part.partition("[")
-    if path and not options and (Path(path) / adaptation.ABOUT).is_file():
-        return adaptation.load(Path(path), FeatureStore.open(adaptation.below(Path(path))))
+    if path and not options and (Path(path) / adaptation.METADATA).is_file():
+        return adaptation.load(Path(path), FeatureStore.open(adaptation.base_folder(Path(path))))
     if path and not options and Path(path).is_dir():
         return FeatureStore.open(path)
     chosen = {word.strip() for word in options.rstrip("]").split(",") if word.strip()}

@@ -1,4 +1,4 @@
-"""From the sounds espeak-ng writes (IPA) to the phones of American dictionaries (ARPAbet without stress)."""
+"""Conversion of espeak-ng's IPA to ARPAbet phones without stress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from roundelay.errors import DataError
 PHONES: dict[str, tuple[str, ...]] = {
     ipa: tuple(phones.split())
     for ipa, phones in {
-        # vowels and what follows them, longest first where it matters: the reader takes the longest match
+        # vowels and vowel sequences; from_ipa takes the longest match
         **{"aɪə": "AY AH", "aɪɚ": "AY ER", "aʊə": "AW AH", "aʊɚ": "AW ER", "iə": "IY AH", "ɪə": "IH AH", "eə": "EH AH"},
         **{"ʊə": "UH AH", "aɪ": "AY", "aʊ": "AW", "eɪ": "EY", "ɔɪ": "OY", "oɪ": "OY", "oʊ": "OW", "əʊ": "OW", "oː": "OW"},
         **{"oːɹ": "AO R", "oːr": "AO R", "eː": "EY", "aː": "AA", "ʌɹ": "ER", "ɜːɹ": "ER", "ɜɹ": "ER", "ɜ": "ER", "ɚ": "ER"},
@@ -22,19 +22,19 @@ PHONES: dict[str, tuple[str, ...]] = {
 }
 LONGEST = max(map(len, PHONES))
 IGNORED = "ˈˌː_ˑ͡‿-ʰʲ"
-"""Stress, length where it decides nothing, ties, separators."""
+"""Stress, length marks that change no phone, ties, separators."""
 
 
 def from_ipa(ipa: str) -> tuple[str, ...]:
-    """The phones of one word; DataError for a sound that English does not have."""
+    """Return the phones of one word; DataError for a sound that has no ARPAbet phone."""
     text = ipa.replace("ˈ", "").replace("ˌ", "").replace("_", "").replace(":", "ː")
-    found: list[str] = []
+    result: list[str] = []
     at = 0
     while at < len(text):
         for length in range(min(LONGEST, len(text) - at), 0, -1):
             phones = PHONES.get(text[at : at + length])
             if phones:
-                found += phones
+                result += phones
                 at += length
                 break
         else:
@@ -43,4 +43,4 @@ def from_ipa(ipa: str) -> tuple[str, ...]:
                     f"the sound '{text[at]}' has no ARPAbet phone", where=f"pronunciation {ipa}", hint="write it by hand"
                 )
             at += 1
-    return tuple(found)
+    return tuple(result)

@@ -1,6 +1,6 @@
-"""Diagonal Gaussian mixtures, one per pdf, in flat arrays: scores, statistics, re-estimation and growth by splitting.
+"""Diagonal GMMs, one per pdf, in flat arrays: scores, statistics, re-estimation and component splitting.
 
-Scores are one matrix product over the components asked for; statistics take each frame to the pdf that it is aligned to.
+Scores are one matrix product over the requested components. Statistics assign each frame to the pdf that it is aligned to.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 LOG_2PI = float(np.log(2 * np.pi))
-# The exponential's constants: smallest exponent of a normal float, and 2 ** x on [0, 1] as a polynomial (Chebyshev nodes).
+# Constants of the exponential: smallest exponent of a normal float, and a polynomial for 2 ** x on [0, 1] (Chebyshev nodes).
 ONE, LOG2_E, LEAST_POWER = np.float32(1.0), np.float32(np.log2(np.e)), np.float32(-126.0)
 C1, C2, C3, C4, C5 = (np.float32(c) for c in (0.693151712, 0.240159273, 0.0558186732, 0.00899100117, 0.00187931547))
-# Frames scored at a time when all pdfs are wanted: bounds the memory of the component scores.
+# Frames scored at a time: bounds the memory of the component scores.
 SLICE = 512
-# Products are cut into tiles so small that BLAS never shares one out between threads: threads that wait for one another make
-# a loaded machine many times slower, and the last bit must not depend on them.
+# Matrix products are split into tiles too small for BLAS to use several threads. Threads that wait for each other make a loaded
+# machine many times slower, and the last bit must not depend on their number.
 TILE = 64
 SMALL_PRODUCT = 250_000
 
@@ -29,8 +29,11 @@ _compiled: Any = numba.njit(nogil=True, cache=True)
 
 @_compiled
 def _sum_components(parts, first, out):  # type: ignore[no-untyped-def]
-    """Log of the sum of exponentials over each pdf's components. Loops run along frames, so that the compiler makes vector
-    instructions of them; the exponential is 2 ** whole * polynomial(fraction), good to one part in a million."""
+    """Compute log-sum-exp over the components of each pdf.
+
+    Loops run along frames, so that the compiler vectorizes them. The exponential is 2 ** whole * polynomial(fraction), with a
+    relative error of about 1e-6.
+    """
     width, tall = parts.shape[2], parts.shape[3]
     top = np.empty(tall, np.float32)
     total = np.empty(tall, np.float32)
@@ -112,7 +115,7 @@ def _best_components(x, pdfs, first, constant, mean, precision, out):  # type: i
 
 @dataclass
 class GmmStatistics:
-    """Zeroth, first and second moments per component, and the log likelihood of the frames that gave them."""
+    """Accumulated zeroth, first and second moments of each component, and the log likelihood of the frames."""
 
     occupancy: Array  # float64 [components]
     linear: Array  # float64 [components, dim]
@@ -133,7 +136,7 @@ class GmmStatistics:
 
 
 class Gmm:
-    """The mixtures of all pdfs; pdf p owns components `first[p]:first[p + 1]`."""
+    """The mixtures of all pdfs; pdf p has components `first[p]:first[p + 1]`."""
 
     def __init__(self, first: Array, weight: Array, mean: Array, variance: Array) -> None:
         self.first = np.ascontiguousarray(first, np.int32)
@@ -153,7 +156,7 @@ class Gmm:
 
     @classmethod
     def single(cls, mean: Array, variance: Array) -> Gmm:
-        """One Gaussian per row."""
+        """Return mixtures of one Gaussian each, from rows of means and variances."""
         pdfs = len(mean)
         return cls(np.arange(pdfs + 1), np.ones(pdfs), mean, variance)
 
@@ -170,7 +173,7 @@ class Gmm:
         return int(self.mean.shape[1])
 
     def scores(self, x: Array, pdfs: Array | None = None) -> Array:
-        """Log likelihoods float32 [T, len(pdfs)] (all pdfs where none are named)."""
+        """Return log likelihoods, float32 [T, len(pdfs)]; of all pdfs by default."""
         if pdfs is None:
             rows, first = self._rows, self.first
         else:
@@ -196,7 +199,7 @@ class Gmm:
         return out
 
     def accumulate(self, x: Array, pdfs: Array, into: GmmStatistics) -> None:
-        """Adds frames x [T, dim], frame t belonging to pdfs[t]."""
+        """Accumulate statistics of frames x [T, dim], where frame t is aligned to pdfs[t]."""
         into.loglike += _accumulate(
             np.ascontiguousarray(x, np.float32),
             pdfs,
@@ -211,18 +214,18 @@ class Gmm:
         into.frames += len(x)
 
     def best_components(self, x: Array, pdfs: Array) -> Array:
-        """The component of its pdf that explains each frame best, int32 [T]."""
+        """Return the most likely component of each frame's pdf, int32 [T]."""
         out = np.empty(len(x), np.int32)
         x = np.ascontiguousarray(x, np.float32)
         _best_components(x, pdfs, self.first, self._constant, self.mean, self._precision, out)
         return out
 
-    def updated(self, statistics: GmmStatistics, floor: Array, least: float = 10.0) -> Gmm:
-        """Maximum likelihood with floored variances; components that saw fewer than `least` frames go.
+    def updated(self, statistics: GmmStatistics, floor: Array, min_frames: float = 10.0) -> Gmm:
+        """Return maximum-likelihood estimates with floored variances; drop components with fewer than `min_frames` frames.
 
-        A pdf's best-fed component always stays, with its old values if it saw too little to estimate from.
+        The component with the most frames of each pdf always stays, with its old values if it has fewer than `min_frames`.
         """
-        keep = statistics.occupancy >= least
+        keep = statistics.occupancy >= min_frames
         poor = np.zeros(self.components, bool)
         for p in np.flatnonzero(np.add.reduceat(keep, self.first[:-1]) == 0):
             best = self.first[p] + int(np.argmax(statistics.occupancy[self.first[p] : self.first[p + 1]]))
@@ -237,22 +240,22 @@ class Gmm:
         first = np.concatenate([[0], np.cumsum(sizes)])
         return Gmm(first, weight[keep], mean[keep], variance[keep])
 
-    def grown(self, occupancy: Array, total: int, *, power: float = 0.25, least: float = 20.0, seed: int = 0) -> Gmm:
-        """Splits the heaviest components until about `total` stand.
+    def grown(self, occupancy: Array, total: int, *, power: float = 0.25, min_frames: float = 20.0, seed: int = 0) -> Gmm:
+        """Split the components of the largest weight until there are about `total`.
 
-        Shares follow pdf occupancy ** power, so that frequent pdfs get more, and no component is left under `least` frames.
+        A pdf gets components in proportion to occupancy ** power, and at most one per `min_frames` frames.
         """
         sizes = np.diff(self.first)
-        wanted = np.maximum(sizes, _shares(occupancy, sizes, total, power, least))
-        random = np.random.default_rng(seed)
+        targets = np.maximum(sizes, _components_by_pdf(occupancy, sizes, total, power, min_frames))
+        rng = np.random.default_rng(seed)
         first, weight, mean, variance = [0], [], [], []
         for p in range(self.pdfs):
             own = slice(self.first[p], self.first[p + 1])
             w, m, v = list(self.weight[own]), list(self.mean[own]), list(self.variance[own])
-            while len(w) < wanted[p]:
+            while len(w) < targets[p]:
                 k = int(np.argmax(w))
                 w[k] *= 0.5
-                shift = 0.1 * np.sqrt(v[k]) * random.standard_normal(self.dim).astype(np.float32)
+                shift = 0.1 * np.sqrt(v[k]) * rng.standard_normal(self.dim).astype(np.float32)
                 w.append(w[k])
                 m.append(m[k] - shift)
                 v.append(v[k])
@@ -264,6 +267,7 @@ class Gmm:
         return Gmm(np.array(first), np.array(weight), np.array(mean), np.array(variance))
 
     def arrays(self) -> dict[str, Array]:
+        """Return the parameters by name, for files."""
         return {"gmm.first": self.first, "gmm.weight": self.weight, "gmm.mean": self.mean, "gmm.variance": self.variance}
 
     @classmethod
@@ -271,13 +275,13 @@ class Gmm:
         return cls(*(arrays[f"gmm.{name}"] for name in ("first", "weight", "mean", "variance")))
 
 
-def _shares(occupancy: Array, sizes: Array, total: int, power: float, least: float) -> Array:
-    """Components per pdf: the largest multiple of occupancy ** power that keeps within the total."""
-    wish = np.power(np.maximum(occupancy, 0.0), power)
-    cap = np.maximum(1, np.floor(occupancy / least)).astype(np.int64)
-    low, high = 0.0, float(total) / max(float(wish[wish > 0].min(initial=1.0)), 1e-9)
+def _components_by_pdf(occupancy: Array, sizes: Array, total: int, power: float, min_frames: float) -> Array:
+    """Return the components of each pdf: the largest multiple of occupancy ** power whose sum is at most the total."""
+    weight = np.power(np.maximum(occupancy, 0.0), power)
+    cap = np.maximum(1, np.floor(occupancy / min_frames)).astype(np.int64)
+    low, high = 0.0, float(total) / max(float(weight[weight > 0].min(initial=1.0)), 1e-9)
     for _ in range(60):
         middle = 0.5 * (low + high)
-        number = np.maximum(np.minimum(np.floor(wish * middle).astype(np.int64), cap), sizes)
+        number = np.maximum(np.minimum(np.floor(weight * middle).astype(np.int64), cap), sizes)
         low, high = (middle, high) if number.sum() <= total else (low, middle)
-    return np.maximum(np.minimum(np.floor(wish * low).astype(np.int64), cap), 1)
+    return np.maximum(np.minimum(np.floor(weight * low).astype(np.int64), cap), 1)

@@ -1,7 +1,7 @@
-"""Pronunciations: Kaldi's lexicon.txt and lexiconp.txt in and out, and new words pronounced by espeak-ng.
+"""Pronunciation lexicons: Kaldi's lexicon.txt and lexiconp.txt, and pronunciations of new words by espeak-ng.
 
-Each line is a word and its phones, in lexiconp.txt with a probability between; a word may have several lines. Probabilities are
-Kaldi's: 1 for the likeliest pronunciation of a word, less for others.
+A line holds a word and its phones, in lexiconp.txt with a probability between them. A word may have several lines.
+Probabilities follow Kaldi: 1 for the most likely pronunciation of a word, less for the alternatives.
 """
 
 from __future__ import annotations
@@ -14,18 +14,23 @@ from roundelay.errors import DataError
 from roundelay.speech.hmm.arpabet import from_ipa
 
 SILENCE = "SIL"
-LEAST_SHARE = 0.15
-"""A pronunciation heard less often than this, as a share of its word's likeliest, is left out of a lexicon made by counting."""
+SILENCE_INDEX = 0
+"""The index of silence among the phones of a model."""
+MIN_RELATIVE_FREQUENCY = 0.15
+"""`from_counts` drops pronunciations less frequent than this, relative to the word's most frequent one."""
 
 Pronunciation = tuple[tuple[str, ...], float]
 
 
 @dataclass
 class Lexicon:
+    """Words with their pronunciations and the probability of each."""
+
     entries: dict[str, list[Pronunciation]]
 
     @classmethod
     def read(cls, path: Path) -> Lexicon:
+        """Read lexicon.txt or lexiconp.txt; DataError names the line of a mistake."""
         path = Path(path)
         try:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -47,17 +52,17 @@ class Lexicon:
                     f"'{word}' has a number among its phones", where=where, hint="give every line a probability, or none"
                 )
             if probability is None or not 0 < probability <= 1:
-                raise DataError(f"the probability {rest[0]} of '{word}' is not between 0 and 1", where=where)
-            known = entries.setdefault(word, [])
-            if any(phones == other for other, _ in known):
+                raise DataError(f"the probability of '{word}' must be above 0 and at most 1 (got {rest[0]})", where=where)
+            variants = entries.setdefault(word, [])
+            if any(phones == other for other, _ in variants):
                 raise DataError(
                     f"the word '{word}' has the same pronunciation twice", where=where, hint="remove one of the lines"
                 )
-            known.append((phones, probability))
+            variants.append((phones, probability))
         return cls(entries)
 
     def write(self, path: Path) -> None:
-        """lexicon.txt, or lexiconp.txt if any pronunciation is less likely than another."""
+        """Write lexicon.txt, or lexiconp.txt if any probability differs from 1."""
         weighted = any(p != 1.0 for rows in self.entries.values() for _, p in rows)
         lines = [
             " ".join((word, *([f"{p:.4g}"] if weighted else []), *phones))
@@ -68,15 +73,15 @@ class Lexicon:
 
     @property
     def phones(self) -> list[str]:
-        """Every phone in use, sorted, without silence."""
+        """All phones in use, sorted, without silence."""
         return sorted({phone for rows in self.entries.values() for phones, _ in rows for phone in phones} - {SILENCE})
 
     def missing(self, words: Iterable[str]) -> list[str]:
-        """Words without pronunciation, sorted."""
+        """Return the words without pronunciation, sorted."""
         return sorted(set(words) - self.entries.keys())
 
     def require(self, words: Iterable[str], where: str) -> None:
-        """DataError that names the words without pronunciation, if there are any."""
+        """Raise a DataError that names the words without pronunciation, if there are any."""
         absent = self.missing(words)
         if absent:
             more = f" and {len(absent) - 10} more" if len(absent) > 10 else ""
@@ -86,13 +91,8 @@ class Lexicon:
                 hint="add them to the lexicon; roundelay.speech.hmm.lexicon.pronounce makes entries for English words",
             )
 
-    def prune(self, words: Iterable[str]) -> Lexicon:
-        """Only these words (those of them it has)."""
-        kept = set(words)
-        return Lexicon({word: rows for word, rows in self.entries.items() if word in kept})
-
     def merged(self, other: Lexicon) -> Lexicon:
-        """These entries, and those of the other for words that are not here."""
+        """Return these entries plus the other lexicon's entries for words that are not in this one."""
         return Lexicon({**other.entries, **self.entries})
 
 
@@ -103,29 +103,32 @@ def _probability(text: str) -> float | None:
         return None
 
 
-def from_counts(counts: dict[str, dict[tuple[str, ...], int]], least_share: float = LEAST_SHARE) -> Lexicon:
-    """Pronunciations as often as they were heard, the likeliest of each word first."""
+def from_counts(
+    counts: dict[str, dict[tuple[str, ...], int]], min_relative_frequency: float = MIN_RELATIVE_FREQUENCY
+) -> Lexicon:
+    """Build a lexicon from observed pronunciations; each word's most frequent one comes first, with probability 1."""
     entries: dict[str, list[Pronunciation]] = {}
-    for word, heard in counts.items():
-        most = max(heard.values())
-        rows = sorted(((phones, n / most) for phones, n in heard.items()), key=lambda row: (-row[1], row[0]))
-        entries[word] = [(phones, round(share, 3)) for phones, share in rows if share >= least_share]
+    for word, variants in counts.items():
+        most = max(variants.values())
+        rows = sorted(((phones, n / most) for phones, n in variants.items()), key=lambda row: (-row[1], row[0]))
+        entries[word] = [(phones, round(share, 3)) for phones, share in rows if share >= min_relative_frequency]
     return Lexicon(entries)
 
 
 def pronounce(words: Iterable[str], accents: Sequence[str] = ("en-us",)) -> Lexicon:
-    """Pronunciations of English words by espeak-ng (extra `synth`): each as it sounds alone and within a sentence.
+    """Return pronunciations of English words by espeak-ng (extra `synth`), in isolation and within a sentence.
 
-    Accents are voices of espeak-ng: en-us, en (British), en-gb-scotland, ...; with several, words get their variants.
+    Accents are voices of espeak-ng: en-us, en (British), en-gb-scotland, ... Several accents give words several variants.
+    Raises DataError for a word that espeak-ng cannot pronounce, UsageError if espeak-ng is not installed.
     """
     from roundelay.speech.synth.espeak import phonemes
 
-    wanted = sorted(set(words))
-    counts: dict[str, dict[tuple[str, ...], int]] = {word: {} for word in wanted}
+    unique = sorted(set(words))
+    counts: dict[str, dict[tuple[str, ...], int]] = {word: {} for word in unique}
     for accent in accents:
-        alone = phonemes([word.lower() for word in wanted], accent)
-        within = phonemes([f"say {word.lower()} again" for word in wanted], accent)
-        for word, first, second in zip(wanted, alone, within, strict=True):
+        isolated = phonemes([word.lower() for word in unique], accent)
+        embedded = phonemes([f"say {word.lower()} again" for word in unique], accent)
+        for word, first, second in zip(unique, isolated, embedded, strict=True):
             parts = second.split()
             for ipa in [first.replace(" ", "")] + ([parts[1]] if len(parts) == 3 else []):
                 phones = from_ipa(ipa)

@@ -1,7 +1,7 @@
-"""The best path of an utterance through its graph of emitting states, exact (no beam), compiled.
+"""Exact Viterbi search (no beam) of an utterance through its graph of emitting states, compiled.
 
-States stand in an order in which every arc but the self-loops leads upward; one array then serves for the frame before
-and the frame after, and the search runs at a million frames per second, so likelihoods, not the search, cost the time.
+States are numbered so that every arc except self-loops leads to a higher number. One array then holds the scores of both the
+previous and the current frame.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from roundelay.errors import DataError
 
 Array = np.ndarray[Any, Any]
 
-# Backpointers take two bytes per frame and state; beyond this an utterance has to be cut into segments first.
-MOST_CELLS = 1_000_000_000
+# Backpointers take two bytes per frame and state. Longer utterances must be segmented first.
+MAX_CELLS = 1_000_000_000
 
 _compiled: Any = numba.njit(nogil=True, cache=True)
 
 
 @dataclass(frozen=True)
 class StateGraph:
-    """Emitting states with their incoming arcs, state i's at `first[i]:first[i + 1]`; all weights are logarithms."""
+    """Emitting states with their incoming arcs; those of state i are `first[i]:first[i + 1]`. All weights are logarithms."""
 
     first: Array  # int32 [states + 1]
-    source: Array  # int32 [arcs], always below the state that the arc enters
+    source: Array  # int32 [arcs], always lower than the state that the arc enters
     weight: Array  # float64 [arcs]
     start: Array  # float64 [states]: -inf where no path begins
     final: Array  # float64 [states]: -inf where no path ends
@@ -41,8 +41,8 @@ class StateGraph:
 def _search(scores, column, stay, leave, first, source, weight, start, final, back):  # type: ignore[no-untyped-def]
     frames, states = scores.shape[0], start.size
     far = 2 * frames + 2
-    since = np.full(states, far)  # least frames from a start to the state
-    until = np.full(states, far)  # least frames from the state to an end
+    since = np.full(states, far)  # minimum number of frames from a start to the state
+    until = np.full(states, far)  # minimum number of frames from the state to an end
     for j in range(states):
         if start[j] > -np.inf:
             since[j] = 0
@@ -54,30 +54,30 @@ def _search(scores, column, stay, leave, first, source, weight, start, final, ba
         for a in range(first[j], first[j + 1]):
             until[source[a]] = min(until[source[a]], until[j] + 1)
     for j in range(states - 2, -1, -1):
-        since[j] = min(since[j], since[j + 1])  # from here on: to this state or a later one, so that it never falls
+        since[j] = min(since[j], since[j + 1])  # minimum over this state and later ones, so that it never decreases
     best = np.empty(states)
     for j in range(states):
         best[j] = start[j] + scores[0, column[j]]
     lowest, highest = 0, 0
     for t in range(1, frames):
-        # States above `highest` cannot be reached yet, states below `lowest` can no longer reach an end.
+        # States above `highest` are not reachable yet; states below `lowest` cannot reach an end any more.
         while highest + 1 < states and since[highest + 1] <= t:
             highest += 1
-        before = lowest
+        previous = lowest
         while lowest < states - 1 and until[lowest] > frames - 1 - t:
             lowest += 1
         for j in range(highest, lowest - 1, -1):
             top = best[j] + stay[j]
-            arrived = 0
+            incoming = 0
             for a in range(first[j], first[j + 1]):
                 i = source[a]
                 value = best[i] + leave[i] + weight[a]
                 if value > top:
                     top = value
-                    arrived = a - first[j] + 1
+                    incoming = a - first[j] + 1
             best[j] = top + scores[t, column[j]]
-            back[t, j] = arrived
-        for j in range(before, lowest):
+            back[t, j] = incoming
+        for j in range(previous, lowest):
             best[j] = -np.inf
     path = np.empty(frames, np.int32)
     score = -np.inf
@@ -97,15 +97,16 @@ def _search(scores, column, stay, leave, first, source, weight, start, final, ba
 
 
 def best_path(scores: Array, column: Array, self_loop: Array, graph: StateGraph) -> tuple[float, Array]:
-    """Total log score and the state of every frame; the score is -inf where no path fits into the frames.
+    """Return the total log score and the state of each frame; the score is -inf if no path has this length.
 
-    scores [T, columns] are log likelihoods, column[i] is state i's column in them, self_loop[i] its probability to stay.
+    scores: log likelihoods [T, columns]; column[i] is the column of state i, self_loop[i] its self-loop probability.
+    Raises DataError if the backpointers would need too much memory.
     """
     frames = len(scores)
-    if frames * graph.states > MOST_CELLS:
+    if frames * graph.states > MAX_CELLS:
         raise DataError(
-            f"too long to align in one piece: {frames} frames, {graph.states} states",
-            hint="cut the recording into utterances with a segments file",
+            f"too long to align: {frames} frames, {graph.states} states",
+            hint="split the recording into utterances with a segments file",
         )
     back = np.empty((frames, graph.states), np.int16)
     stay, leave = np.log(self_loop, dtype=np.float64), np.log1p(-self_loop, dtype=np.float64)

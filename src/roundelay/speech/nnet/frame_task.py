@@ -20,7 +20,7 @@ from roundelay.speech.features import windows
 from roundelay.speech.features.augment import SpecAugment, Vtlp
 from roundelay.speech.features.fbank import SHIFT_S
 from roundelay.speech.features.feature_store import ConcatFeatures, FeatureStore, Stream, from_spec
-from roundelay.speech.hmm.align import Alignments, matched
+from roundelay.speech.hmm.align import Alignments, matching_utterances
 from roundelay.speech.nnet.lstm import AcousticModel, ModelShape, model_folder, preset_shape
 
 VALIDATION_FRAMES = 8_000
@@ -74,7 +74,7 @@ class FrameTask:
         self._features, self._targets = from_spec(features), Alignments.open(Path(alignments))
         self._valid_features, self._valid_targets = from_spec(valid_features), Alignments.open(Path(valid_alignments))
         self._open_training(features)
-        valid = matched(self._valid_features, self._valid_targets, valid_features)
+        valid = matching_utterances(self._valid_features, self._valid_targets, valid_features)
         self.valid_ids = valid[:: max(1, len(valid) // valid_utterances)][:valid_utterances]
         changes = {"layers": layers, "hidden": hidden, "bottleneck": bottleneck, "dropout": dropout}
         self.shape: ModelShape = preset_shape(
@@ -93,7 +93,7 @@ class FrameTask:
 
     def _open_training(self, where: str) -> None:
         """Find the utterances with features and alignments, and cut them into windows. Subclasses may override this."""
-        self.ids = matched(self._features, self._targets, where)
+        self.ids = matching_utterances(self._features, self._targets, where)
         self.windows = windows.cut([self._features.frames(name) for name in self.ids], self.window)
 
     def _make_spec_augment(self, freq: int, time: int) -> SpecAugment | None:
