@@ -47,9 +47,3 @@ class Strategy(Protocol):
 
     def step(self, me: Worker) -> None:
         """One step: exactly one gradient. (A strategy may also have `finish(me)`, called when there is no more work.)"""
-
-
-def innermost(strategy: Strategy) -> Strategy:
-    """Return the strategy that communicates between nodes: `strategy` itself, or the one that a hierarchy wraps."""
-    inner: Strategy | None = getattr(strategy, "inner", None)
-    return strategy if inner is None else innermost(inner)

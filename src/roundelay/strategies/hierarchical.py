@@ -32,11 +32,6 @@ class Hierarchical:
     weakness: ClassVar[str] = "A slow learner slows its machine."
 
     @property
-    def inner(self) -> Strategy:
-        """The wrapped strategy."""
-        return self.outer
-
-    @property
     def traits(self) -> Traits:
         return self.outer.traits
 
