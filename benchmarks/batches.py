@@ -67,7 +67,7 @@ class NoisySync:
     weakness: ClassVar[str] = "As sync."
     saved: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(
-        sharding="static", deterministic=True, conserves_mean=True, contracts=False, survives_death=False, optimizer_state="shared",
+        sharding="static", deterministic=True, conserves_mean=True, contracts=False, survives_failures=False, optimizer_state="shared",
         shares_weights=False, sample_weighting="average",
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ from roundelay.engine.learner import Learner
 from roundelay.engine.straggler import slowdown
 from roundelay.launch.context import DistributedContext, create_context, single_process_context
 from roundelay.launch.runtime import cpu_seconds
-from roundelay.strategies.worker import StepInfo
+from roundelay.strategies.step import StepInfo
 
 WARM_STEPS = 6
 OTHERS = ("ceiling", "ddp", "ddp_fp16", "ddp_accumulate", "periodic")

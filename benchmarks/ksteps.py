@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 def contestants(fixed: Sequence[int]) -> list[tuple[str, str, dict[str, Any], float]]:
     """(name, strategy, settings, rate)."""
     rows: list[tuple[str, str, dict[str, Any], float]] = [(f"K = {K}", "kstep", {"K": K}, RATE) for K in fixed]
-    rows.append(("adaptive K", "kstep", {"K": 8, "adaptive": True}, RATE))
+    rows.append(("adaptive K", "adaptive_kstep", {"K": 8}, RATE))
     rows += [(f"asgd, rate x {r:g}", "asgd", {}, RATE * r) for r in ASGD_RATES]
     return rows
 

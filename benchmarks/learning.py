@@ -51,7 +51,6 @@ CONTESTANTS: dict[str, Contestant] = {
     if name != "single"
 }
 CONTESTANTS["adpsgd_random"] = Contestant("adpsgd", (("topology", "random_ring"),))
-CONTESTANTS["kstep_adaptive"] = Contestant("kstep", (("adaptive", True),))
 ALONE = ("single", "half")
 
 

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from roundelay.core.flat import Flat
 from roundelay.engine.config import EngineConfig
-from roundelay.engine.learner import Learner, innermost
+from roundelay.engine.learner import Learner
 from roundelay.engine.trainer import RunConfig
 from roundelay.errors import DataError
 from roundelay.simulate.cluster import Cluster
 from roundelay.simulate.run import SimulationResult, simulate_task
+from roundelay.strategies.adaptive_kstep import AdaptiveKStep
+from roundelay.strategies.base import innermost
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def effective_rate(task: Any, judge: Flat, mean: Tensor, each: Sequence[Tensor])
 def averages_of(strategy: Any, outcome: SimulationResult) -> int:
     """How often the learners met, or averaged, in the run: what communication was spent on."""
     steps = outcome.steps // max(outcome.learners, 1)
-    if hasattr(strategy, "adaptive") and strategy.adaptive:
+    if isinstance(strategy, AdaptiveKStep):
         return int(strategy.averages)
     if hasattr(strategy, "K"):
         return steps // int(strategy.K)

@@ -209,7 +209,7 @@ def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list
 
 def predicted_contraction(strategy: str, ring: str, size: int) -> float:
     if strategy == "dpsgd":
-        return topology.spectrum(topology.neighbour_matrix(ring, size)).second ** 2
+        return topology.spectrum(topology.neighbor_matrix(ring, size)).second ** 2
     return topology.contraction(ring, size)
 
 

@@ -24,7 +24,7 @@ MAY_DISTRIBUTE = ("roundelay.comm", "roundelay.fleet.store", "roundelay.launch",
 NO_CLOCK = ("roundelay.strategies", "roundelay.topology")
 CLOCKS_AND_DICE = ("time", "random", "threading")
 BASE = ("roundelay.errors", "roundelay.core.interrupts", "roundelay.core.process_map", "roundelay.log")
-SHARED_BY_STRATEGIES = ("roundelay.strategies.base", "roundelay.strategies.worker", "roundelay.strategies.blocks")
+SHARED_BY_STRATEGIES = tuple(f"roundelay.strategies.{name}" for name in ("base", "blocks", "step", "worker"))
 MAY_IMPORT_OF_OURS = {
     "roundelay.strategies": ("roundelay.core", *BASE),
     "roundelay.topology": ("roundelay.core", *BASE),

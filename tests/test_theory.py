@@ -18,7 +18,8 @@ from roundelay.launch.context import DistributedContext
 from roundelay.launch.threads import run_threads
 from roundelay.replay.reader import LogEntry, RunLog, StepRecord, read_run_log
 from roundelay.replay.replay import Replay
-from roundelay.strategies.worker import StepInfo, Worker
+from roundelay.strategies.step import StepInfo
+from roundelay.strategies.worker import Worker
 from roundelay.theory import (
     Apply,
     Meet,
@@ -80,7 +81,7 @@ def test_delay_by_one_is_the_uniform_matrix_with_gradients_at_the_columns(task: 
 
 @pytest.mark.parametrize("task", TASKS, ids=["convex", "nonconvex"])
 def test_dpsgd_is_the_ring_matrix(task: Fit) -> None:
-    T = topology.neighbour_matrix("ring", SIZE)
+    T = topology.neighbor_matrix("ring", SIZE)
     agree(engine(task, "dpsgd"), model(task, [Step(T, RATE)] * ROUNDS)[1:])
 
 
@@ -228,7 +229,7 @@ def test_random_pairs_contract_in_expectation(size: int) -> None:
 def test_stable_rates_are_those_of_the_table() -> None:
     for delay in (0, 1, 2, 3, 4, 8):
         assert stable_delay(1.0, delay) == pytest.approx(2 * math.sin(math.pi / (2 * (2 * delay + 1))), abs=1e-3)
-    ring = topology.neighbour_matrix("ring", 16)
+    ring = topology.neighbor_matrix("ring", 16)
     assert stable_mixing(ring) == pytest.approx(2 / 3, abs=1e-3)
     assert stable_mixing(ring, delay=1) == pytest.approx(1.0, abs=1e-3)
     assert stable_mixing((np.eye(16) + np.roll(np.eye(16), 1, 0) / 2 + np.roll(np.eye(16), -1, 0) / 2) / 2) == pytest.approx(
@@ -248,7 +249,7 @@ def test_the_mean_on_a_quadratic_follows_synchronous_sgd() -> None:
     """The gradient is linear, so the learners' mean does not notice their spread."""
     W = np.random.default_rng(0).standard_normal((3, 8))
     curvature = np.diag([1.0, 0.5, 0.1])
-    path = trajectory(W, [Step(topology.neighbour_matrix("ring", 8), 0.3)] * 20, lambda learner, n, phi: curvature @ phi)
+    path = trajectory(W, [Step(topology.neighbor_matrix("ring", 8), 0.3)] * 20, lambda learner, n, phi: curvature @ phi)
     mean = W.mean(axis=1)
     for after in path[1:]:
         mean = mean - 0.3 * curvature @ mean

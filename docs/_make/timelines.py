@@ -84,6 +84,14 @@ def kstep() -> Picture:
     return averages(Picture("kstep: K = 4 local steps, then the mean of the models", 14), filtered=False)
 
 
+def adaptive_kstep() -> Picture:
+    return averages(Picture("adaptive_kstep: as kstep; K follows the spread between learners", 14), filtered=False)
+
+
+def kaldi_averaging() -> Picture:
+    return averages(Picture("kaldi_averaging: as kstep; the first averages are the best model", 14), filtered=False)
+
+
 def bmuf() -> Picture:
     return averages(Picture("bmuf: as kstep; then every learner filters the same mean by itself", 14), filtered=True)
 
@@ -157,7 +165,8 @@ def hierarchical() -> Picture:
 
 
 PICTURES: dict[str, Callable[[], Picture]] = {
-    f.__name__: f for f in (single, sync, asgd, kstep, bmuf, dpsgd, adpsgd, delay_by_one, hierarchical)
+    f.__name__: f
+    for f in (single, sync, asgd, kstep, adaptive_kstep, kaldi_averaging, bmuf, dpsgd, adpsgd, delay_by_one, hierarchical)
 }
 
 if __name__ == "__main__":

@@ -15,8 +15,20 @@ import roundelay
 from benchmarks import BENCHES
 from roundelay.cli import main
 
-NINE = ["single", "sync", "asgd", "kstep", "bmuf", "dpsgd", "adpsgd", "delay_by_one", "hierarchical"]
-TRAITS = {"sharding", "deterministic", "conserves_mean", "contracts", "survives_death", "optimizer_state"}
+NAMES = [
+    "single",
+    "sync",
+    "asgd",
+    "kstep",
+    "adaptive_kstep",
+    "kaldi_averaging",
+    "bmuf",
+    "dpsgd",
+    "adpsgd",
+    "delay_by_one",
+    "hierarchical",
+]
+TRAITS = {"sharding", "deterministic", "conserves_mean", "contracts", "survives_failures", "optimizer_state"}
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -35,7 +47,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 
 def test_list_strategies_as_an_installed_command(jobs: Jobs) -> None:
     found = jobs.run("list", "strategies", "--json").expect(0).json
-    assert list(found) == NINE
+    assert list(found) == NAMES
     for page in found.values():
         assert page["equation"]
         assert set(page["traits"]) >= TRAITS
@@ -134,8 +146,8 @@ def test_config_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
         ("optimizer=adamax", "did you mean 'adam'"),
         ("strategy=kstep strategy_options.k=4", "did you mean 'K'"),
         ("task_options.sampels=4", "did you mean 'samples'"),
-        ("strategy=hierarchical(nothing)", "there is no strategy 'nothing'"),
-        ("strategy=nowhere.to.be.found:Mine", "cannot be loaded"),
+        ("strategy=hierarchical(nothing)", "unknown strategy 'nothing'"),
+        ("strategy=nowhere.to.be.found:Mine", "failed to load"),
         ("task=nowhere:Task", "cannot be loaded"),
         ("epochs=many", "must be float"),
         ("learners=0", "at least 1"),
@@ -148,7 +160,7 @@ def test_config_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
         ("device=abacus", "there is no device"),
         ("resume=nowhere", "nowhere"),
         ("backend=threads learners=2 simulate_nodes=3", "cannot be split"),
-        ("strategy=single backend=threads learners=2", "'single' was given 2 learners"),
+        ("strategy=single backend=threads learners=2", "'single' must run on one rank (got 2)"),
     ],
 )
 def test_mistakes_end_in_a_sentence(override: str, complaint: str, jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:

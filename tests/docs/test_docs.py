@@ -45,7 +45,7 @@ def test_every_strategy_has_a_page_that_names_its_settings_and_traits(name: str)
     if name != "hierarchical":  # it has those of the strategy between its machines
         row = text.splitlines()[-1]
         assert row.split("|")[1].split()[0] == said["traits"]["sharding"]
-        assert ("no" if not said["traits"]["survives_death"] else "yes") in row.split("|")[5]
+        assert ("no" if not said["traits"]["survives_failures"] else "yes") in row.split("|")[5]
         assert row.split("|")[6].strip().startswith(said["traits"]["optimizer_state"])
 
 

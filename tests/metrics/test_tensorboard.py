@@ -83,6 +83,6 @@ def test_it_can_be_switched_off_and_the_start_says_who_runs(jobs: Jobs) -> None:
     assert start["learners"] == 3
     assert start["environment"]["versions"]["torch"]
     assert any("tensorboard=false" in word for word in start["environment"]["command"])
-    assert start["mixing"]["kind"] == "neighbours"
+    assert start["mixing"]["kind"] == "neighbors"
     assert json.dumps(start["mixing"]["weights"]) == "[[0, 1, 0.333333], [0, 2, 0.333333], [1, 2, 0.333333]]"
     assert start["mixing"]["gap"] == pytest.approx(1.0)

@@ -194,7 +194,9 @@ def test_learners_average_momentum_and_keep_their_own_factors() -> None:
 
 def test_a_run_with_it_is_resumed_to_the_bit(tmp_path: Path) -> None:
     def learn(context: DistributedContext, run: str, epochs: int, resume: str) -> None:
-        options = EngineConfig(strategy="kstep", strategy_options={"K": 3, "combine": 2}, deterministic_reduce=True)
+        options = EngineConfig(
+            strategy="kaldi_averaging", strategy_options={"K": 3, "best_first": 0, "combine": 2}, deterministic_reduce=True
+        )
         plan = RunConfig(
             epochs=epochs, batch=4, optimizer="ngsgd", lr=0.05, run=tmp_path / run, resume=resume, eval_at_checkpoint=False,
             checkpoint_every_epochs=100, progress="none",

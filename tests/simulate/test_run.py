@@ -155,7 +155,7 @@ def test_clusters_are_listed_with_the_source_of_every_figure(capsys: pytest.Capt
         (("small.toml", "batch=many"), "not a number"),
         (("small.toml", "strategy=adspgd"), "did you mean 'adpsgd'"),
         (("small.toml", "model=swb"), "there is no model 'swb'"),
-        (("small.toml", "strategy=single"), "was given 4 learners"),
+        (("small.toml", "strategy=single"), "must run on one rank"),
         (("small.toml", "strategy"), "is not key=value"),
         (("v100-8x8", "parameters=5000000000"), "GB per learner"),
         (("small.toml", "task=none.toml"), "cannot read none.toml"),

@@ -9,7 +9,7 @@ import pytest
 from laws import LR, centres, quadratic
 
 from roundelay.testing.conformance import RunSpec, ToyTask, in_threads, run_toy_task
-from roundelay.topology import neighbour_matrix
+from roundelay.topology import neighbor_matrix
 
 SIZES = [2, 3, 4]
 STEPS = 9
@@ -48,7 +48,7 @@ def test_sync_is_sgd_on_the_mean_gradient(size: int, momentum: float) -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("size", SIZES)
 def test_dpsgd_mixes_the_models_at_which_gradients_were_taken(size: int, momentum: float) -> None:
-    hand, found, T = Hand(size, momentum), path("dpsgd", size, momentum), neighbour_matrix("ring", size)
+    hand, found, T = Hand(size, momentum), path("dpsgd", size, momentum), neighbor_matrix("ring", size)
     for k in range(STEPS):
         hand.w = T @ hand.w - hand.d()
         assert np.allclose(found[k], hand.w, **PRECISE)

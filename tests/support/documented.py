@@ -136,7 +136,7 @@ INSTEAD: dict[str, str] = {
     "roundelay run recipes/spoken network.packed=true train.strategy=kstep train.learners=4"
     " train.strategy_options='{K = 600, best_first = 1, combine = 20, state = \"forget\"}' train.optimizer=ngsgd": (
         f"roundelay run road/mine {TINY.replace('train.learners=1', 'train.learners=2')} network.packed=true"
-        " train.strategy=kstep train.strategy_options='{K = 2, best_first = 1, combine = 2, state = \"forget\"}'"
+        " train.strategy=kaldi_averaging train.strategy_options='{K = 2, best_first = 1, combine = 2, state = \"reset\"}'"
         " train.optimizer=ngsgd run=runs/mine --until network --jobs 1"
     ),
     HOST.format(

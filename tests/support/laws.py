@@ -13,7 +13,7 @@ from roundelay.core import buckets
 from roundelay.engine.config import EngineConfig
 from roundelay.engine.learner import Learner
 from roundelay.launch.context import DistributedContext
-from roundelay.strategies.worker import StepInfo
+from roundelay.strategies.step import StepInfo
 
 PATIENCE_S = 20.0
 LR = 0.1

@@ -18,8 +18,8 @@ from roundelay.topology import (
     gap,
     matching,
     mixing_matrix,
-    neighbour_matrix,
-    neighbour_row,
+    neighbor_matrix,
+    neighbor_row,
     rounds_to_agreement,
     spectrum,
     topology,
@@ -237,7 +237,7 @@ def test_exponential_stays_near_random_pairs_at_every_size(size: int) -> None:
     ],
 )
 def test_synchronous_ring_known_values(size: int, second: float, rho: float, rho_randomized: float, rounds_ring: int) -> None:
-    matrix = neighbour_matrix("ring", size)
+    matrix = neighbor_matrix("ring", size)
     measured = spectrum(matrix)
     assert measured.second == pytest.approx(second, abs=5e-5)
     assert measured.gap == pytest.approx(1 - second, abs=5e-5)
@@ -249,23 +249,23 @@ def test_synchronous_ring_known_values(size: int, second: float, rho: float, rho
 @pytest.mark.parametrize("size", range(3, 17))
 def test_synchronous_ring_eigenvalues(size: int) -> None:
     expected = sorted((1 + 2 * math.cos(2 * math.pi * j / size)) / 3 for j in range(size))
-    assert np.linalg.eigvalsh(neighbour_matrix("ring", size)) == pytest.approx(expected, abs=1e-12)
-    assert spectrum(neighbour_matrix("ring", size)).smallest == pytest.approx(expected[0], abs=1e-9)
+    assert np.linalg.eigvalsh(neighbor_matrix("ring", size)) == pytest.approx(expected, abs=1e-12)
+    assert spectrum(neighbor_matrix("ring", size)).smallest == pytest.approx(expected[0], abs=1e-9)
 
 
 def test_ring_rows() -> None:
     third = pytest.approx(1 / 3)
-    assert neighbour_row("ring", 0, 1) == {0: 1.0}
-    assert neighbour_row("ring", 1, 2) == {0: 0.5, 1: 0.5}
-    assert neighbour_row("ring", 2, 3) == {0: third, 1: third, 2: third}
-    assert neighbour_row("ring", 0, 5) == {0: third, 1: third, 4: third}
-    assert neighbour_row("complete", 3, 4) == {j: pytest.approx(1 / 4) for j in range(4)}
+    assert neighbor_row("ring", 0, 1) == {0: 1.0}
+    assert neighbor_row("ring", 1, 2) == {0: 0.5, 1: 0.5}
+    assert neighbor_row("ring", 2, 3) == {0: third, 1: third, 2: third}
+    assert neighbor_row("ring", 0, 5) == {0: third, 1: third, 4: third}
+    assert neighbor_row("complete", 3, 4) == {j: pytest.approx(1 / 4) for j in range(4)}
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SCHEDULED)
-def test_neighbour_matrix_is_symmetric_and_doubly_stochastic(name: str, size: int) -> None:
-    matrix = neighbour_matrix(name, size)
+def test_neighbor_matrix_is_symmetric_and_doubly_stochastic(name: str, size: int) -> None:
+    matrix = neighbor_matrix(name, size)
     assert (matrix >= 0).all()
     assert matrix == pytest.approx(matrix.T)
     assert matrix.sum(axis=1) == pytest.approx(1)
@@ -309,8 +309,8 @@ def test_a_wrong_name_offers_the_nearest() -> None:
     [
         lambda: matching("ring", 0, 0),
         lambda: matching("ring", -1, 4),
-        lambda: neighbour_row("ring", 4, 4),
-        lambda: neighbour_matrix("random_ring", 4),
+        lambda: neighbor_row("ring", 4, 4),
+        lambda: neighbor_matrix("random_ring", 4),
         lambda: rounds_to_agreement("ring", 4, factor=1.5),
     ],
 )

@@ -23,9 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roundelay.engine.learner import Learner, innermost
+from roundelay.engine.learner import Learner
 from roundelay.engine.sharding import Span, merge_ranges, uncovered_ranges
 from roundelay.errors import DataError, PeerLost
+from roundelay.strategies.base import innermost
 
 FORMAT = 1
 

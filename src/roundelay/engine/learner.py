@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
@@ -30,18 +29,15 @@ from roundelay.metrics.recorder import MetricsRecorder
 from roundelay.optim.adapter import OptimizerAdapter
 from roundelay.optim.lr_schedule import lr_schedule
 from roundelay.strategies.base import Strategy, innermost
-from roundelay.strategies.worker import StepInfo, Worker
+from roundelay.strategies.step import StepInfo
+from roundelay.strategies.worker import Worker
 from roundelay.topology.resolver import SeededTopologies
 
 
 def build_strategy(options: EngineConfig) -> Strategy:
     """Build the configured strategy. The setting `topology` is passed on if the strategy has an option of that name."""
-    settings = dict(options.strategy_options)
-    if options.topology and "topology" not in settings:
-        default: Any = type(innermost(strategies.build(options.strategy, settings)))
-        if "topology" in {field.name for field in fields(default) if field.init}:
-            settings["topology"] = options.topology
-    return strategies.build(options.strategy, settings)
+    defaults = {"topology": options.topology} if options.topology else {}
+    return strategies.build(options.strategy, options.strategy_options, defaults)
 
 
 def slowdown(straggler: str, size: int, rank: int) -> float:
@@ -87,7 +83,7 @@ class Learner:
         self.optimizer = OptimizerAdapter(self.flat, optimizer, options.max_grad_norm)
         self.module = module
         self.job = context.comm
-        hierarchical = innermost(self.strategy) is not self.strategy
+        hierarchical = self.strategy.traits.hierarchical
         self.machine = context.machine_of(context.rank) if hierarchical else [context.rank]
         self.node_leaders = context.node_leaders if hierarchical else list(range(context.size))
         self.worker = self._create_worker(hierarchical)
@@ -315,7 +311,7 @@ class Learner:
         self.position = first
         traits = self.strategy.traits
         self.sharding = (
-            DynamicSharding(plan, self.job.store, missing_ranges, traits.survives_death, lambda: self.watchdog.failed)
+            DynamicSharding(plan, self.job.store, missing_ranges, traits.survives_failures, lambda: self.watchdog.failed)
             if traits.sharding == "dynamic"
             else StaticSharding(plan)
         )

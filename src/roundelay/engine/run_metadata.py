@@ -81,7 +81,7 @@ def mixing(strategy: Strategy, context: DistributedContext, nodes: list[int]) ->
     if small:
         description["rounds_to_1_percent"] = topology.rounds_to_agreement(name, size)
     if not inner.traits.shares_weights:
-        matrix = topology.neighbour_matrix(name, size)
+        matrix = topology.neighbor_matrix(name, size)
         description |= {"kind": "neighbors", "weights": sparse(matrix)}
         return description | {"gap": topology.spectrum(matrix).gap} if small else description
     description |= {"kind": "exchanges", "period": entry.sweep(size)}

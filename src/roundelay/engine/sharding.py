@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from roundelay.core.contracts import Store
-from roundelay.strategies.worker import StepInfo
+from roundelay.strategies.step import StepInfo
 
 Span = tuple[int, int]
 POLL_S = 0.01

@@ -23,13 +23,14 @@ from roundelay.data.process import ProcessBatches
 from roundelay.engine.checkpoint import Checkpoints, disk_errors_as, latest, model_tensors, read_model
 from roundelay.engine.config import EngineConfig
 from roundelay.engine.evaluator import Evaluator
-from roundelay.engine.learner import Learner, innermost
+from roundelay.engine.learner import Learner
 from roundelay.engine.sharding import BatchLease, DynamicSharding, StaticSharding
 from roundelay.errors import DataError, Interrupted, PeerLost, UsageError, did_you_mean
 from roundelay.launch.context import DistributedContext
 from roundelay.metrics.dashboard import LiveDashboard, RunTitle
 from roundelay.metrics.tensorboard import FOLDER, TensorBoardLogger
 from roundelay.optim.ngsgd import NGSGD
+from roundelay.strategies.base import innermost
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,

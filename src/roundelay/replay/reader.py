@@ -14,7 +14,7 @@ from torch import Tensor
 
 from roundelay.core.update_log import FIELDS, FOLDER, Op
 from roundelay.errors import DataError
-from roundelay.strategies.worker import StepInfo
+from roundelay.strategies.step import StepInfo
 
 AGAIN = "record the run again: roundelay train … record=true"
 

@@ -22,14 +22,16 @@ from roundelay.core import kernels
 from roundelay.core.contracts import Communicator, Task
 from roundelay.core.flat import Flat
 from roundelay.engine.config import EngineConfig
-from roundelay.engine.learner import build_strategy, innermost
+from roundelay.engine.learner import build_strategy
 from roundelay.engine.trainer import RunConfig, make_optimizer
 from roundelay.errors import DataError, UsageError
 from roundelay.optim.adapter import OptimizerAdapter
 from roundelay.optim.lr_schedule import lr_schedule
 from roundelay.replay.reader import RunLog, StepRecord, read_run_log
 from roundelay.replay.scheduler import ReplayCommunicator, ReplayGroup, ReplayScheduler
-from roundelay.strategies.worker import StepInfo, Worker
+from roundelay.strategies.base import innermost
+from roundelay.strategies.step import StepInfo
+from roundelay.strategies.worker import Worker
 from roundelay.topology.resolver import SeededTopologies
 
 

@@ -27,7 +27,7 @@ MOST_LINES = 700
 def matrix_of(mixing: Mapping[str, Any]) -> list[list[float]]:
     """T: what share of learner j's weights learner i takes, per round; rows sum to 1. Empty where nobody averages."""
     size = len(mixing.get("nodes") or [])
-    if mixing.get("kind") not in ("exchanges", "neighbours", "mean") or size < 2:
+    if mixing.get("kind") not in ("exchanges", "neighbors", "mean") or size < 2:
         return []
     every = float(mixing.get("every_pair") or 0.0)
     matrix = [[every] * size for _ in range(size)]
@@ -149,7 +149,7 @@ def in_words(about: Mapping[str, Any]) -> str:
     text = {
         "exchanges": f"Topology <b>{escape(str(name))}</b>: in every round each learner averages with at most one other, in the "
         "background.",
-        "neighbours": f"Topology <b>{escape(str(name))}</b>: after every step each learner averages with all its neighbours.",
+        "neighbors": f"Topology <b>{escape(str(name))}</b>: after every step each learner averages with all its neighbours.",
         "mean": "Everybody averages with everybody: one mean over all learners.",
         "server": "Learner 0 keeps the weights; all others send it their updates and fetch what it has. There is no mixing "
         "matrix, and no gap.",

@@ -99,7 +99,7 @@ def mixing(choice: Choice, workers: int) -> tuple[float, int]:
     if inner == "adpsgd":
         return topology.gap(choice.topology, workers), topology.rounds_to_agreement(choice.topology, workers)
     if inner == "dpsgd":
-        second = topology.spectrum(topology.neighbour_matrix(choice.topology, workers)).second
+        second = topology.spectrum(topology.neighbor_matrix(choice.topology, workers)).second
         return 1 - second, math.ceil(math.log(0.01) / math.log(second)) if second > 0 else 1
     return 1.0, 1
 
@@ -110,7 +110,7 @@ def stable_rate(choice: Choice, workers: int) -> float:
     if workers == 1:
         return 2.0
     if inner == "dpsgd":
-        return stable_mixing(topology.neighbour_matrix(choice.topology, workers))
+        return stable_mixing(topology.neighbor_matrix(choice.topology, workers))
     if inner == "delay_by_one":
         return stable_mixing(uniform(2))
     if inner == "asgd":

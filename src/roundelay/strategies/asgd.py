@@ -1,45 +1,38 @@
-"""Asynchronous SGD with a parameter server.   Downpour, Dean et al. 2012; the baseline that K-step averaging beats.
+"""Asynchronous SGD with a parameter server.   Downpour: Dean et al. 2012; the baseline that K-step averaging beats.
 
-    W <- W - D(g(w)) / L,     w <- W          W: the published vector of learner 0; L learners
+    W <- W - D(g(w)) / L,     w <- W          W: the shared vector of rank 0; L ranks
 
-Use it as a baseline only. The server is no process of its own: learner 0's published vector is W, and learner 0 trains on
-it too. Every update is applied at once, so the gradient behind it is stale by the updates that came between: about L - 1
-of them; the measured staleness of every update is in the events. Weaknesses: learner 0's link carries every model twice
-per step, and the rate that converges falls as L grows, which is why each update is divided by L.
+Use it as a baseline only. The server is not a process: W is the shared vector of rank 0, and rank 0 trains on it too. Every
+update is applied at once, so its gradient is stale by the updates in between, about L - 1 of them. The measured staleness
+of every update is in the events. Weaknesses: the link of rank 0 carries every model twice per step, and the learning rate
+that converges falls as L grows, which is why each update is divided by L.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from roundelay.strategies.base import Traits
+from roundelay.strategies.base import Strategy, Traits
 from roundelay.strategies.worker import Worker
 
 SERVER = 0
 
 
 @dataclass
-class ASGD:
-    """Parameter server as a published vector, with measured staleness."""
+class ASGD(Strategy):
+    """Parameter server as a shared vector, with measured staleness."""
 
-    equation: ClassVar[str] = "W <- W - D(g(w)) / L,  w <- W"
-    reference: ClassVar[str] = "Dean et al. 2012; Cong et al. 2017"
-    advice: ClassVar[str] = "A baseline for comparison."
-    weakness: ClassVar[str] = "Staleness of about L - 1, all traffic through one learner, smaller rates as L grows."
-    saved: ClassVar[tuple[str, ...]] = ()
-    traits: ClassVar[Traits] = Traits(
+    equation = "W <- W - D(g(w)) / L,  w <- W"
+    reference = "Dean et al. 2012; Cong et al. 2017"
+    advice = "A baseline for comparison."
+    weakness = "Staleness of about L - 1, all traffic through one rank, smaller learning rates as L grows."
+    traits = Traits(
         sharding="dynamic",
         deterministic=False,
         conserves_mean=False,  # w <- W overwrites
-        contracts=True,
-        survives_death=False,
-        optimizer_state="keep",
         shares_weights=True,
+        averaging="server",
     )
-
-    def start(self, me: Worker) -> None:
-        """Nothing to prepare: all learners begin with the same w."""
 
     def step(self, me: Worker) -> None:
         d = me.delta(me.grad()) / me.size

@@ -1,45 +1,36 @@
-"""Plain SGD on one learner: the yardstick.
+"""Plain SGD on one rank: the yardstick.   Robbins & Monro 1951.
 
     w <- w - D(g(w))
 
-Use it to find a rate and a batch size before paying for more machines. It refuses to run on several learners, because
-each would train a model of its own.
+Use it to find a learning rate and a batch size before you pay for more machines. It refuses to run on several ranks, because
+each would train its own model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from roundelay.errors import UsageError
-from roundelay.strategies.base import Traits
+from roundelay.strategies.base import Strategy, Traits
 from roundelay.strategies.worker import Worker
 
 
 @dataclass
-class Single:
-    """One learner, no communication."""
+class Single(Strategy):
+    """One rank, no communication."""
 
-    equation: ClassVar[str] = "w <- w - D(g(w))"
-    reference: ClassVar[str] = "Robbins & Monro 1951"
-    advice: ClassVar[str] = "One learner. The yardstick for accuracy, and the way to find a rate and a batch size."
-    weakness: ClassVar[str] = "One learner's speed."
-    saved: ClassVar[tuple[str, ...]] = ()
-    traits: ClassVar[Traits] = Traits(
-        sharding="static",
-        deterministic=True,
-        conserves_mean=True,
-        contracts=False,
-        survives_death=False,
-        optimizer_state="keep",
-        shares_weights=False,
-    )
+    equation = "w <- w - D(g(w))"
+    reference = "Robbins & Monro 1951"
+    advice = "One rank. The yardstick for accuracy, and the way to find a learning rate and a batch size."
+    weakness = "The speed of one rank."
+    traits = Traits(contracts=False, averaging="none")
 
     def start(self, me: Worker) -> None:
         if me.size > 1:
             raise UsageError(
-                f"strategy 'single' was given {me.size} learners",
-                hint="set learners=1, or choose a strategy that lets learners work together (roundelay list strategies)",
+                f"strategy 'single' must run on one rank (got {me.size})",
+                where="strategy",
+                hint="set learners=1, or choose a strategy that averages (roundelay list strategies)",
             )
 
     def step(self, me: Worker) -> None:

@@ -1,117 +1,37 @@
-"""The worker: what a strategy is written against. One flat vector, one gradient, a few verbs.
+"""The worker: the interface that strategies are written against. One flat vector, one gradient, a few operations.
 
-`w` is shared_weights: moves, placements and exchanges act on it, whole vector at a time, under its lock. phi is the module's
-parameters; `grad()` refreshes phi from w first, so forward and backward see one version while neighbours go on averaging
-into w. For strategies without background traffic the two are one vector.
+`w` holds the weights that this rank trains and shares. Updates, assignments and background exchanges act on the whole
+vector, under its lock. phi is the module's parameters. `grad()` first copies w to phi, so forward and backward see one
+version while other ranks average into w. Without background exchanges, w and phi are the same vector.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from roundelay.core.buckets import Buckets
-from roundelay.core.contracts import Communicator, GossipHandle, Matching, NodeGroup, SharedWeights, Work
+from roundelay.core.contracts import Communicator, GossipHandle, NodeGroup, SharedWeights, Work
 from roundelay.core.deferred import Gradient, Update, UpdatedVector, Vector, materialize
 from roundelay.core.flat import Flat
 from roundelay.core.update_log import Op, UpdateLog
-
-
-class LocalOptimizer(Protocol):
-    """D: any torch optimizer, as a function from gradient to displacement."""
-
-    def delta(self, g: Vector) -> Update: ...
-
-    def state_vector(self) -> Tensor: ...
-
-    def load_state_vector(self, state: Tensor) -> None: ...
-
-    def reset_state(self) -> None: ...
-
-    @property
-    def lr(self) -> float: ...
-
-
-class Topologies(Protocol):
-    """Resolves the topology a strategy names by string."""
-
-    def matching(self, name: str, size: int) -> Matching: ...
-
-    def row(self, name: str, rank: int, size: int) -> dict[int, float]: ...
-
-
-@dataclass
-class StepInfo:
-    """The part of the data this step works on, and its weight beside the others'."""
-
-    local_samples: int
-    """Samples in this learner's batch; 0 where it has none and only joins in."""
-    node_samples: int
-    """Samples of this worker: its own, or those of its whole machine in a hierarchy."""
-    global_samples: int
-    """Samples of everybody in this round (turn), or `size` times the usual batch (race)."""
-    position: int = 0
-    """Global samples before this step: drives the rate."""
-    total: int = 0
-    """Global samples of the whole run."""
-    start_of_run: int = 0
-    """Global samples when this run began; not 0 after a resume."""
-
-
-@dataclass
-class StepTimer:
-    """Where the time of a worker went since the metrics were last taken."""
-
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    staleness: Counter[int] = field(default_factory=Counter)
-
-
-class _Ready:
-    """Something that is already there."""
-
-    done = True
-
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-
-    def wait(self) -> Tensor:
-        return self._x
-
-
-class _Timer:
-    """A stretch of a worker's time, booked when it is over. A class, since it is entered several times per step."""
-
-    __slots__ = ("_began", "_outer", "_what", "_worker")
-
-    def __init__(self, worker: Worker, what: str) -> None:
-        self._worker, self._what = worker, what
-
-    def __enter__(self) -> None:
-        worker = self._worker
-        self._outer, worker.phase = worker.phase, self._what
-        self._began = worker.phase_since = worker.clock()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        worker = self._worker
-        worker.step_timer.seconds[self._what] += worker.clock() - self._began
-        worker.phase = self._outer
+from roundelay.strategies.step import ActivityTimer, CompletedWork, LocalOptimizer, StepInfo, StepTimer, TopologyResolver
 
 
 class Worker:
-    """`me`: one learner's place, vector and verbs."""
+    """`me`: the rank, vector and operations of one learner.
+
+    Only the thread that trains may call it. Collective operations say so: all ranks must call them, in the same order.
+    """
 
     def __init__(
         self,
         comm: Communicator,
         flat: Flat,
         optimizer: LocalOptimizer,
-        topologies: Topologies,
+        topologies: TopologyResolver,
         clock: Callable[[], float],
         *,
         shares_weights: bool,
@@ -134,7 +54,7 @@ class Worker:
         self.loss = float("nan")
         self.samples_since_mean = 0
         self.phase, self.phase_since = "starting", clock()
-        self._weighs_steps, self._gradients_per_meeting = weight_gradients, steps_per_exchange
+        self._weight_gradients, self._steps_per_exchange = weight_gradients, steps_per_exchange
         self._compute: Callable[[], float] | None = None
         self._staleness = 0
         self.shared_weights: SharedWeights | None = comm.publish(flat.phi) if shares_weights else None
@@ -144,60 +64,59 @@ class Worker:
         self._g: Tensor | None = None
         self._buckets: Buckets | None = None
 
-    # -- place and vector ------------------------------------------------------------------------------------------
+    # -- rank and vector -------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
+        """Return the rank of this worker; in a hierarchy, of its node among the nodes."""
         return self.comm.rank
 
     @property
     def size(self) -> int:
+        """Return the number of workers; in a hierarchy, of nodes."""
         return self.comm.size
 
     @property
     def now(self) -> float:
+        """Return the time in seconds, from an arbitrary origin."""
         return self.clock()
 
     @property
     def w(self) -> Tensor:
-        """The published vector: read it, never write it; write with move and place."""
+        """Return the shared vector itself, not a copy. Read it only; write it with `add_` and `assign_`."""
         return self.flat.phi if self.shared_weights is None else self.shared_weights.vector
 
     @property
     def samples(self) -> int:
-        """Samples of this step's batch."""
+        """Return the number of samples of this step's batch."""
         return self.step_info.node_samples
 
     @property
     def lr(self) -> float:
-        """The learning rate of this step."""
+        """Return the learning rate of this step."""
         return self.optimizer.lr
 
     @property
     def is_node_leader(self) -> bool:
-        """Whether this worker speaks for its machine (always, outside a hierarchy)."""
+        """Return True if this rank holds its node's w and communicates for the node. Always True outside a hierarchy."""
         return self.node is None or self.node.rank == 0
 
     def begin(self, step_info: StepInfo, compute: Callable[[], float] | None) -> None:
-        """The next step works on this share; `compute` runs forward and backward at phi and returns the loss."""
+        """Begin a step on these samples. `compute` runs forward and backward at phi and returns the loss."""
         self.step_info, self._compute, self._staleness = step_info, compute, 0
 
     def end(self) -> None:
-        """After the strategy's step."""
+        """End a step: count it and notify the gossip thread. Raises RuntimeError if the step took no gradient."""
         if self._compute is not None:
-            raise RuntimeError("the strategy's step did not call grad() or mean_grad(): every step takes one gradient")
+            raise RuntimeError("strategy.step() must call grad() or mean_grad() once (got no call)")
         if self.step_info.node_samples:
             self.step_timer.staleness[self._staleness] += 1
         self.k += 1
         if self.gossip_handle is not None:
             self.gossip_handle.notify_step()
 
-    def _applied(self, staleness: int) -> None:
-        """This step's gradient went into a vector that had been written that often since it was read."""
-        self._staleness = staleness
-
     def close(self) -> None:
-        """Gives the module back as it was found."""
+        """Remove hooks and move the parameters back to private memory."""
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
@@ -205,53 +124,60 @@ class Worker:
             self.flat.rebase(torch.empty_like(self.flat.phi))
 
     def record(self, update_log: UpdateLog) -> None:
-        """From now on what happens to published vectors is noted down."""
+        """Log all later reads and writes of shared vectors. Call it before the first step."""
         if self.shared_weights is not None:
             self._update_log = update_log
             self.comm.record(update_log)
 
-    def _note(self, kind: Op, number: int) -> None:
+    def _log(self, op: Op, number: int) -> None:
         if self._update_log is not None:
-            self._update_log.append(kind, self.rank, number, self.rank)
+            self._update_log.append(op, self.rank, number, self.rank)
 
-    def timer(self, what: str) -> _Timer:
-        """Books the time of a block under data, compute or comm."""
-        return _Timer(self, what)
+    def timer(self, activity: str) -> ActivityTimer:
+        """Return a context manager that adds its time to an activity: data, compute, update or comm."""
+        return ActivityTimer(self, activity)
 
     # -- gradient and optimizer ------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """phi <- w, one whole version of it."""
+        """phi <- w, under the lock that background exchanges take."""
         if self.shared_weights is None:
             return
         with self.shared_weights.locked():
             number, version = self.shared_weights.count()
-            self._note(Op.READ, number)
+            self._log(Op.READ, number)
             if version != self._phi_version:
                 self.flat.phi.copy_(self.shared_weights.vector)
             self._phi_version = self._read_version = version
 
     def grad(self) -> Gradient:
-        """The gradient on this step's batch at phi = w as it is now. Exactly once per step.
-        In a hierarchy: the sample-weighted mean over the machine's members, all at the first one's w."""
+        """Return the gradient on this step's batch at phi = w. Call it exactly once per step; blocks for the computation.
+
+        In a hierarchy: the sample-weighted mean over the ranks of the node, all at the leader's w.
+        """
         self.samples_since_mean += self.step_info.node_samples
-        share = self.step_info.node_samples * self.size / max(self.step_info.global_samples, 1) if self._weighs_steps else 1.0
+        share = (
+            self.step_info.node_samples * self.size / max(self.step_info.global_samples, 1) if self._weight_gradients else 1.0
+        )
         with self.timer("compute"):
             self.read()
         if self._node_group is None:
             with self.timer("compute"):
                 self._run()
             return Gradient(self._gather, self.step_info.node_samples, share, in_parameters=True)
-        g = self._machine_gradient(self._node_group)
+        g = self._node_gradient(self._node_group)
         return Gradient(lambda: g, self.step_info.node_samples, share)
 
     def run_follower_step(self) -> None:
-        """One step of a machine's other members: a gradient at the first one's w, handed to it."""
+        """Run the step of a rank that does not lead its node: compute a gradient at the leader's w and reduce it to the leader."""
         assert self._node_group is not None
-        self._machine_gradient(self._node_group)
+        self._node_gradient(self._node_group)
 
     def mean_grad(self) -> Gradient:
-        """The sample-weighted mean of everybody's gradient; buckets of it travel while backward goes on."""
+        """Return the sample-weighted mean of all ranks' gradients. Collective, in place of `grad()`; blocks.
+
+        Buckets of the gradient are reduced while backward is still running.
+        """
         if self.size == 1 or self.deterministic_reduce or self.node is not None:
             g = self.grad()
             if self.size == 1:
@@ -265,9 +191,10 @@ class Worker:
         return Gradient(lambda: mean, self.step_info.global_samples, 1.0)
 
     def _run(self) -> None:
+        """Run forward and backward, which leave the gradient in the parameters."""
         compute, self._compute = self._compute, None
         if compute is None:
-            raise RuntimeError("a second gradient in one step: every step takes exactly one")
+            raise RuntimeError("strategy.step() must call grad() or mean_grad() once (got a second call)")
         self.flat.clear_gradients()
         if self.step_info.local_samples:
             self.loss = compute()
@@ -277,8 +204,8 @@ class Worker:
             self._g = torch.empty_like(self.flat.phi)
         return self.flat.gather(self._g)
 
-    def _machine_gradient(self, node_group: NodeGroup) -> Tensor:
-        """The sample-weighted mean over the machine's members at the first one's w; only the first has it."""
+    def _node_gradient(self, node_group: NodeGroup) -> Tensor:
+        """Return the sample-weighted mean over the ranks of the node, at the leader's w. The result is valid on the leader only."""
         assert self.node is not None
         with self.timer("comm"):
             node_group.broadcast(self.flat.phi)
@@ -286,8 +213,8 @@ class Worker:
             self.node, node_group.reduce, self.step_info.local_samples / max(self.step_info.node_samples, 1)
         )
 
-    def _reduced_gradient(self, comm: Communicator, add_up: Callable[[Tensor], Work], weight: float) -> Tensor:
-        """sum over the members of comm of weight * gradient."""
+    def _reduced_gradient(self, comm: Communicator, reduce: Callable[[Tensor], Work], weight: float) -> Tensor:
+        """Return the sum of weight * gradient over the ranks of `comm`."""
         if self._g is None and self._node_group is not None and not self.is_node_leader:
             self._g = self._node_group.slot
         if self._g is None:
@@ -298,33 +225,34 @@ class Worker:
             with self.timer("comm"):
                 return comm.all_reduce_mean(self._gather().mul_(weight), None, True).wait().mul_(comm.size)
         if self._buckets is None:
-            self._buckets = Buckets(self.flat, add_up)
+            self._buckets = Buckets(self.flat, reduce)
         with self.timer("compute"), self._buckets.reducing(self._g, weight):
             self._run()
         with self.timer("comm"):
             return self._buckets.wait()
 
     def delta(self, g: Vector) -> Update:
-        """D(g): what the local optimizer would subtract."""
+        """Return D(g), the update that the local optimizer would subtract. It is computed when it is first used."""
         d = self.optimizer.delta(g)
         return d if not isinstance(g, Gradient) or g.share == 1.0 else d.scaled(g.share)
 
     @property
     def state(self) -> Tensor:
-        """The local optimizer's tensors as one vector (a copy; may be empty)."""
+        """Return a copy of the local optimizer's floating-point state as one vector, possibly empty."""
         return self.optimizer.state_vector()
 
     def load_state(self, state: Tensor) -> None:
+        """Load a vector like `state` into the local optimizer."""
         self.optimizer.load_state_vector(state)
 
     def reset_state(self) -> None:
-        """Resets the local optimizer's state."""
+        """Clear the local optimizer's state."""
         self.optimizer.reset_state()
 
     # -- writing w -------------------------------------------------------------------------------------------------
 
     def add_(self, d: Vector) -> None:
-        """w <- w + d, atomic towards the background."""
+        """w <- w + d, under the lock that background exchanges take."""
         shared_weights = self.shared_weights
         if shared_weights is None:
             if isinstance(d, Update):
@@ -334,19 +262,19 @@ class Worker:
             return
         with self.timer("update"), shared_weights.locked():
             number, version = shared_weights.count(writes=1)
-            self._note(Op.UPDATE, number)
+            self._log(Op.UPDATE, number)
             stale = version - 1 - self._read_version
             if isinstance(d, Update) and self._on_cpu:
                 d.add_to(shared_weights.vector, self.flat.phi, stale == 0)
                 self._phi_version = version
-            elif isinstance(d, Update):  # GPU: untested here; w lives in host memory, phi is read anew
+            elif isinstance(d, Update):  # GPU (untested): w is in host memory, and the next read() copies it to phi
                 shared_weights.vector.add_(d.tensor().to(shared_weights.vector.device))
             else:
                 shared_weights.vector.add_(materialize(d))
-        self._applied(stale)
+        self._staleness = stale
 
     def assign_(self, x: Vector) -> None:
-        """w <- x, atomic towards the background."""
+        """w <- x, under the lock that background exchanges take."""
         shared_weights = self.shared_weights
         if shared_weights is None and isinstance(x, UpdatedVector):
             x.assign_to(self.flat.phi)
@@ -356,64 +284,71 @@ class Worker:
             return
         with self.timer("update"), shared_weights.locked():
             number, _ = shared_weights.count(writes=1)
-            self._note(Op.ASSIGN, number)
+            self._log(Op.ASSIGN, number)
             shared_weights.vector.copy_(materialize(x))
 
     def last(self) -> Tensor:
-        """A copy of w for the closing average, one whole version of it."""
+        """Return a copy of w for the final average, taken under the lock."""
         if self.shared_weights is None:
             return self.w.clone()
         with self.shared_weights.locked():
             number, _ = self.shared_weights.count()
-            self._note(Op.FINAL_READ, number)
+            self._log(Op.FINAL_READ, number)
             return self.shared_weights.vector.clone()
 
-    # -- rendezvous ------------------------------------------------------------------------------------------------
+    # -- collectives -----------------------------------------------------------------------------------------------
 
     def start_mean(self, x: Vector, weight: float | None = None) -> Work:
-        """The mean of everybody's x is under way; x must stay as it is until waited for."""
+        """Start the (weighted) mean of all ranks' x and return at once. Collective. Do not write x before `wait`."""
         if self.size == 1:
-            return _Ready(materialize(x).clone())
+            return CompletedWork(materialize(x).clone())
         return self.comm.all_reduce_mean(materialize(x), weight, self.deterministic_reduce)
 
     def mean(self, x: Vector, weight: float | None = None) -> Tensor:
-        """The (weighted) mean of everybody's x; everybody calls it."""
+        """Return the (weighted) mean of all ranks' x. Collective; blocks until all ranks have called it."""
         with self.timer("comm"):
             return self.start_mean(x, weight).wait()
 
-    def wait(self, pending: Work) -> Tensor:
-        """Waits for something under way, and books the time as communication."""
+    def wait(self, work: Work) -> Tensor:
+        """Block until `work` is done and return its result. The time counts as communication."""
         with self.timer("comm"):
-            return pending.wait()
+            return work.wait()
 
     def start_neighbor_average(self, x: Vector, topology: str) -> Work:
-        """sum_j T_ij x_j over this worker's neighbours is under way; x must stay as it is until waited for."""
+        """Start sum_j T_ij x_j over this rank's neighbors and return at once. Collective. Do not write x before `wait`."""
         row = self.topologies.row(topology, self.rank, self.size)
         if set(row) == {self.rank}:
-            return _Ready(materialize(x).clone())
+            return CompletedWork(materialize(x).clone())
         return self.comm.neighbor_average(materialize(x), row)
 
     # -- in the background -----------------------------------------------------------------------------------------
 
     def gossip(self, topology: str) -> None:
-        """From now on the agents average pairs in the background, round after round."""
+        """Start averaging w with one partner per round, in a background thread. Collective; call it in `start`.
+
+        It needs `traits.shares_weights`. Exchanges hold the lock of w only while they copy or average it.
+        """
         if self.size == 1:
             return
-        assert self.shared_weights is not None, "a strategy that gossips declares traits.shares_weights"
+        if self.shared_weights is None:
+            raise RuntimeError("traits.shares_weights must be True for a strategy that calls gossip() (got False)")
         matching = self.topologies.matching(topology, self.size)
-        self.gossip_handle = self.comm.gossip(self.shared_weights, matching, self._gradients_per_meeting)
+        self.gossip_handle = self.comm.gossip(self.shared_weights, matching, self._steps_per_exchange)
 
     def remote_add(self, peer: int, d: Vector) -> None:
-        """w of the peer <- its w + d, one-sided; the staleness of the gradient behind d is measured there."""
+        """w of `peer` <- w of `peer` + d. One-sided: blocks, but the peer's training thread takes no part.
+
+        Records the staleness of the update: the writes to the peer's w since the last `remote_get`.
+        """
         if peer == self.rank:
             self.add_(d)
             return
         with self.timer("comm"):
             before = self.comm.remote_add(peer, materialize(d))
-        self._applied(before - self._peer_version.get(peer, before))
+        self._staleness = before - self._peer_version.get(peer, before)
 
     def remote_get(self, peer: int) -> Tensor:
-        """A copy of the peer's w, one-sided."""
+        """Return a copy of the w of `peer`. One-sided: blocks, but the peer's training thread takes no part."""
         out = torch.empty_like(self.w)
         with self.timer("comm"):
             self._peer_version[peer] = self.comm.remote_get(peer, out)

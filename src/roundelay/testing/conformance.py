@@ -247,7 +247,7 @@ def check_zero_gradient_conserves_mean(case: RunSpec, traits: Any, run: Runner, 
         assert np.allclose(expected, after, atol=1e-5), f"not what {rounds} rounds of {case.topology} give"
         assert all(r["rounds"] == rounds for r in results), "agents have played different numbers of rounds"
     elif "dpsgd" in case.strategy:
-        mixed = np.linalg.matrix_power(topology.neighbour_matrix("ring", len(results)), 8) @ before
+        mixed = np.linalg.matrix_power(topology.neighbor_matrix("ring", len(results)), 8) @ before
         assert np.allclose(mixed, after, atol=1e-5)
     elif len(results) > 1:
         assert spread[1] < 1e-5 * spread[0], spread

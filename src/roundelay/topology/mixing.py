@@ -21,7 +21,7 @@ def mixing_matrix(partners: Partners) -> Matrix:
     return (identity + identity[partners]) / 2
 
 
-def neighbour_matrix(name: str, size: int) -> Matrix:
+def neighbor_matrix(name: str, size: int) -> Matrix:
     """T of synchronous neighbour averaging, everybody with all its neighbours at once; on a ring T_1.
 
     T_ij = 1 / (1 + max(degree_i, degree_j)) on edges, the rest on the diagonal
@@ -39,11 +39,11 @@ def neighbour_matrix(name: str, size: int) -> Matrix:
     return matrix
 
 
-def neighbour_row(name: str, rank: int, size: int) -> dict[int, float]:
+def neighbor_row(name: str, rank: int, size: int) -> dict[int, float]:
     """The weights with which one learner averages its neighbours and itself."""
     if not 0 <= rank < size:
         raise UsageError(f"no rank {rank} among {size} learners", where="topology", hint=f"ranks run from 0 to {size - 1}")
-    return {j: float(weight) for j, weight in enumerate(neighbour_matrix(name, size)[rank]) if weight > 0}
+    return {j: float(weight) for j, weight in enumerate(neighbor_matrix(name, size)[rank]) if weight > 0}
 
 
 # --------------------------------------------------------------------------------------------------- the figures

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from roundelay.topology.matchings import topology
-from roundelay.topology.mixing import neighbour_row
+from roundelay.topology.mixing import neighbor_row
 
 
 class SeededMatching:
@@ -43,4 +43,4 @@ class SeededTopologies:
 
 @lru_cache(maxsize=4096)
 def _row(name: str, rank: int, size: int) -> dict[int, float]:
-    return neighbour_row(name, rank, size)
+    return neighbor_row(name, rank, size)
