@@ -34,7 +34,7 @@ class Elastic:
         deterministic=True,
         conserves_mean=False,  # what the learners lose, the centre gains
         contracts=True,
-        survives_death=False,
+        survives_failures=False,
         optimizer_state="keep",
         shares_weights=False,  # nobody reaches into w in the background
     )

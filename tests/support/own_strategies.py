@@ -13,7 +13,7 @@ IN_TURN = Traits(
     deterministic=True,
     conserves_mean=True,
     contracts=True,
-    survives_death=False,
+    survives_failures=False,
     optimizer_state="keep",
     shares_weights=False,
 )

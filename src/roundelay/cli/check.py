@@ -13,7 +13,7 @@ from dataclasses import asdict
 from roundelay import config
 from roundelay.errors import PeerLost, UsageError
 from roundelay.fleet.store import JobStore, connect_store, serve_store
-from roundelay.launch.context import exchange_rank_info, host_towards, under_launcher
+from roundelay.launch.context import exchange_rank_info, local_address_towards, under_launcher
 from roundelay.launch.local import start_learners
 from roundelay.preflight.links import MeasuredLink, measure
 from roundelay.preflight.machine import CheckResult, look_at_address, look_at_store, this_machine
@@ -30,7 +30,7 @@ def as_rank(settings: config.TrainConfig) -> tuple[int, list[CheckResult], list[
     store = JobStore(connect_store(address, port, settings.timeout_s), f"check/{restart}/")
     machine = os.environ.get("GROUP_RANK") or socket.gethostname()
     cards = exchange_rank_info(store, rank, size, machine, settings.timeout_s, {})
-    here = host_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
+    here = local_address_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
     rows = [look_at_address(here, address, port)]
     if rows[0].state == "failure":
         raise UsageError(f"no door can be opened at {rows[0].found}", where=f"rank {rank}, host", hint=rows[0].hint)
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "roundelay", "check", *args.overrides, *(["--json"] if args.json else [])]
         host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address
         return start_learners(
-            command, lambda: run(args), settings.learners, bind_address=host, port=settings.store_port, run=None, survives_death=False
+            command, lambda: run(args), settings.learners, bind_address=host, port=settings.store_port, run=None, survives_failures=False
         )  # fmt: skip
     else:
         host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address

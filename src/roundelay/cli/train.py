@@ -63,7 +63,7 @@ def run_train(args: argparse.Namespace) -> int:
         bind_address="127.0.0.1" if settings.bind_address == "auto" else settings.bind_address,
         port=settings.store_port,
         run=run,
-        survives_death=made.traits.survives_failures,
+        survives_failures=made.traits.survives_failures,
     )
 
 

@@ -200,7 +200,7 @@ class Trainer:
         next_save = (learner.position // every + 1) * every
         carrier = DeviceTransfer(self.context.device)
         loader = self.context.runtime.prefetch(
-            self._halting(sharding), self._preparing(carrier), lambda c: c.share.local_samples, plan.num_workers
+            self._halting(sharding), self._preparing(carrier), lambda c: c.step_info.local_samples, plan.num_workers
         )
         with closing(iter(loader)) as feed:
             while True:
@@ -256,7 +256,7 @@ class Trainer:
         """The sharding, until somebody asked the job to stop. Runs in a thread of the loader."""
         learner, store = self.learner, self.learner.job.store
         lead = int(getattr(innermost(learner.strategy), "K", 1))
-        reached = sharding.dealt.first
+        reached = sharding.plan.first
         for number, claim in enumerate(sharding):
             if self._asked_to_stop.is_set():
                 if isinstance(sharding, DynamicSharding):
@@ -274,7 +274,7 @@ class Trainer:
             reached = claim.span[1]
             yield claim
         # asked to stop, and something was left to do
-        self._stopped_early = (sharding.total if isinstance(sharding, DynamicSharding) else reached) < sharding.dealt.total
+        self._stopped_early = (sharding.total if isinstance(sharding, DynamicSharding) else reached) < sharding.plan.total
 
     # -- saving and judging ----------------------------------------------------------------------------------------
 
