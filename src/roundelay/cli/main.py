@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import roundelay
+from roundelay import log
 from roundelay.cli import speech
 from roundelay.core import interrupts
 
@@ -155,6 +156,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parsed(argv)
+    log.configure()
     with interrupts.install_handlers():
         return interrupts.exit_code_of(lambda: args.run_command(args))
 

@@ -1,7 +1,8 @@
 """Archives: training examples, packed and shuffled once, in shards that are memory-mapped block by block.
 
-An archive is a folder. `archive.json` describes it and is written last. `blocks.npy` has one row per block of examples (shard, offset,
-bytes, examples, stored frames, checksum). shard-00000.bin and so on hold the blocks, each aligned to a page. A block has the sections
+An archive is a folder. `archive.json` describes it and is written last. `blocks.npy` has one row per block of examples (shard,
+offset, bytes, examples, stored frames, checksum). shard-00000.bin and so on hold the blocks, each aligned to a page. A block
+has the sections
 
     head     int32 [n, 4]            index of the example before shuffling; output frames; repeated frames at the left and right
     ranges   float32 [n, 2, dim]     minimum and step of the bytes (only with compression)
@@ -231,9 +232,7 @@ class Archive:
         wanted = {**features, "outputs": outputs, "window": window, "context": context}
         differing = [key for key in sorted({*archived, *wanted}) if archived.get(key) != wanted.get(key)]
         if differing:
-            differences = "; ".join(
-                f"{key} must be {wanted.get(key)!r} (got {archived.get(key)!r})" for key in differing
-            )
+            differences = "; ".join(f"{key} must be {wanted.get(key)!r} (got {archived.get(key)!r})" for key in differing)
             raise DataError(
                 f"the archive was packed with another configuration: {differences}",
                 where=str(self.folder),
@@ -251,10 +250,10 @@ def _read_index(folder: Path) -> tuple[ArchiveMetadata, np.ndarray]:
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         if index["format"] != FORMAT:
-            raise DataError(
-                f"the archive must have format {FORMAT} (got {index['format']})", where=str(folder), hint=hint
-            )
-        metadata = ArchiveMetadata(layout=Layout(**index["layout"]), **{k: v for k, v in index.items() if k not in ("format", "layout")})
+            raise DataError(f"the archive must have format {FORMAT} (got {index['format']})", where=str(folder), hint=hint)
+        metadata = ArchiveMetadata(
+            layout=Layout(**index["layout"]), **{k: v for k, v in index.items() if k not in ("format", "layout")}
+        )
         if zlib.crc32((folder / BLOCKS).read_bytes()) != metadata.blocks_crc32:
             raise DataError("the archive's table of blocks is damaged", where=str(folder / BLOCKS), hint=hint)
         blocks = np.load(folder / BLOCKS, allow_pickle=False)

@@ -1,7 +1,7 @@
 """Collate stored examples into a batch: decompress, change the speed, add noise, compute deltas, pad.
 
-This is one compiled pass that releases the GIL, so loaders run while a learner trains. Deltas are summed in the same order as in
-`roundelay.speech.features.fbank`, so an archive of one-byte features gives the same bits as the feature store.
+This is one compiled pass that releases the GIL, so loaders run while a learner trains. Deltas are summed in the same order as
+in `roundelay.speech.features.fbank`, so an archive of one-byte features gives the same bits as the feature store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PERTURB_SEED = 0x5EED
 class Perturbation:
     """Random changes of examples, a pure function of (seed, epoch, example).
 
-    speed   largest relative change of tempo: 0.1 plays an example at 0.9 to 1.1 times its speed. Frames are interpolated, so the
+    speed   largest relative change of tempo: 0.1 plays examples at 0.9 to 1.1 times their speed. Frames are interpolated, so the
             pitch stays; speed perturbation of recordings is a setting of the recipe.
     noise   standard deviation of Gaussian noise on the static features, in units of their standard deviation
     """

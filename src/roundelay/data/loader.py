@@ -1,12 +1,12 @@
 """Prefetching loader: leases and prepares the next batches in background threads while the current one trains.
 
-One thread iterates over the leases, in order and at most `depth` ahead. `workers` threads prepare them, and the items come out in
-the order of the leases. The depth starts at `min_depth`. It grows when the learner had to wait, up to `max_depth`, and shrinks after
-a long time without waiting, so that a slow learner does not hold leases that faster ranks could use. Memory is bounded by `max_depth`
-batches.
+One thread iterates over the leases, in order and at most `depth` ahead. `workers` threads prepare them, and the items come out
+in the order of the leases. The depth starts at `min_depth`. It grows when the learner had to wait, up to `max_depth`, and
+shrinks after a long time without waiting, so that a slow learner does not hold leases that faster ranks could use. Memory is
+bounded by `max_depth` batches.
 
-An error in the background is raised where its item would have come out; file system errors are retried first. If all threads have
-exited unexpectedly, the loader raises instead of blocking forever.
+An error in the background is raised where its item would have come out; file system errors are retried first. If all threads
+have exited unexpectedly, the loader raises instead of blocking forever.
 """
 
 from __future__ import annotations

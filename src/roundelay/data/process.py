@@ -1,7 +1,7 @@
 """Loader processes, for tasks whose batches are computed in Python and would contend for the GIL in threads.
 
-Every loader thread owns one child process with a copy of the task. A child that dies is replaced and the same batch is requested
-again. A batch depends only on its indices, so no sample is lost or used twice.
+Every loader thread owns one child process with a copy of the task. A child that dies is replaced and the same batch is
+requested again. A batch depends only on its indices, so no sample is lost or used twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_DEATHS = 3
 
 
 class Batches(Protocol):
-    """A task, as far as loaders use it."""
+    """The part of a task that loaders use."""
 
     def batch(self, epoch: int, start: int, stop: int) -> Any: ...
 
@@ -43,7 +43,7 @@ class SampleRange(Protocol):
 
 
 class ProcessBatches:
-    """A function from a lease to task.batch(lease.epoch, lease.start, lease.stop), computed in a child process of the calling thread.
+    """Call task.batch(lease.epoch, lease.start, lease.stop) in a child process of the calling thread.
 
     Returns None for an empty lease. `deaths` counts the children that died.
     """
@@ -80,9 +80,7 @@ class ProcessBatches:
             if kind == "error":
                 raise DataError(value[0], where=value[1], hint=value[2])
             if kind == "bug":
-                raise RoundelayError(
-                    f"task.batch failed in a loader process:\n{value}", where=_location(lease)
-                )
+                raise RoundelayError(f"task.batch failed in a loader process:\n{value}", where=_location(lease))
             return self._finish(as_tensors(value))
         raise DataError(
             f"{MAX_DEATHS} loader processes died while preparing the same batch",

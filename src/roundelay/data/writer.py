@@ -70,7 +70,9 @@ def require_free_space(folder: Path, needed: float) -> None:
         )
 
 
-def _write_shards(folder: Path, blocks: Iterable[EncodedBlock], shard_bytes: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
+def _write_shards(
+    folder: Path, blocks: Iterable[EncodedBlock], shard_bytes: int
+) -> tuple[list[list[int]], list[dict[str, Any]]]:
     rows: list[list[int]] = []
     shards: list[dict[str, Any]] = []
     out: Any = None

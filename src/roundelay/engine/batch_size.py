@@ -20,7 +20,8 @@ PROBES = 3
 def batch_sizes(batch: int | str | Sequence[int], context: DistributedContext, learner: Learner, task: Task) -> list[int]:
     """Return the batch size of every rank.
 
-    An integer or a sequence is used as it is, "hostA:128,hostB:32" sets one per host, and "auto" measures the ranks (collective).
+    An integer or a sequence is used as it is, "hostA:128,hostB:32" sets one per host, and "auto" measures the ranks
+    (collective).
     """
     if isinstance(batch, str) and batch.isdigit():
         batch = int(batch)

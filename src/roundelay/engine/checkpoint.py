@@ -1,8 +1,8 @@
 """Checkpoints, written without stopping any rank.
 
-Each rank writes its shard into a hidden folder at its own step boundary. The rank that writes the last shard adds the average model
-and the manifest and renames the folder, so a folder without a leading dot is complete. Tensors are in safetensors, everything else
-in JSON; nothing is pickled.
+Each rank writes its shard into a hidden folder at its own step boundary. The rank that writes the last shard adds the average
+model and the manifest and renames the folder, so a folder without a leading dot is complete. Tensors are in safetensors,
+everything else in JSON; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Checkpoints:
         self.try_to_complete(position)
 
     def poll(self) -> None:
-        """Move positions that have become complete from `waiting` to `complete`; complete those that waited for a failed rank."""
+        """Move complete positions from `waiting` to `complete`, and complete those that waited for a failed rank."""
         for position in sorted(self.waiting):
             if self.learner.job.store.get(f"complete/{position}") is not None:
                 self.waiting.discard(position)

@@ -1,8 +1,8 @@
 """Evaluation of the average model, divided among the ranks, while training continues.
 
-Each rank evaluates its part of the validation data at its own step boundary after a checkpoint has become complete. The last rank
-adds the parts up. It also reports the effective learning rate of decentralized training: a_e / a = mean_l <g_l, g> / |g|^2, where
-g is the gradient at the mean model and g_l the gradient at learner l's model, both on the same batch.
+Each rank evaluates its part of the validation data at its own step boundary after a checkpoint has become complete. The last
+rank adds the parts up. It also reports the effective learning rate of decentralized training: a_e / a = mean_l <g_l, g> /
+|g|^2, where g is the gradient at the mean model and g_l the gradient at learner l's model, both on the same batch.
 """
 
 from __future__ import annotations

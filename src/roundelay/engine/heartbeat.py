@@ -1,8 +1,8 @@
 """Heartbeats: each rank publishes its phase and step, and checks the heartbeats of all other ranks.
 
 A rank whose heartbeat has not changed for LOST_S is reported as failed. If this process was itself suspended for more than
-FROZEN_S, the deadlines of all other ranks are reset instead. If a collective takes longer than STALL_S, the lowest waiting rank logs
-which ranks the others wait for.
+FROZEN_S, the deadlines of all other ranks are reset instead. If a collective takes longer than STALL_S, the lowest waiting
+rank logs which ranks hold it up.
 """
 
 from __future__ import annotations

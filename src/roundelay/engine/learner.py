@@ -49,7 +49,9 @@ def slowdown(straggler: str, size: int, rank: int) -> float:
             factors[int(number)] = float(factor)
         except ValueError as error:
             raise UsageError(
-                f"straggler must be a list of rank:factor (got '{part}')", where="straggler", hint='write straggler="1:2.0,3:1.5"'
+                f"straggler must be a list of rank:factor (got '{part}')",
+                where="straggler",
+                hint='write straggler="1:2.0,3:1.5"',
             ) from error
     for slow_rank, times in factors.items():
         if not 0 <= slow_rank < size or times < 1.0:
@@ -65,7 +67,8 @@ class Learner:
     """One learner of a job.
 
     As a context manager it starts the strategy, and at the end of the block loads the average of all live learners' models into
-    the module. All ranks must create, start and finish their learner: these are collective calls. A learner belongs to one thread.
+    the module. All ranks must create, start and finish their learner: these are collective calls. A learner belongs to one
+    thread.
     """
 
     def __init__(
@@ -251,14 +254,12 @@ class Learner:
     def run_step(self, step_info: StepInfo, compute: Callable[[], float] | None, span: Span | None = None) -> None:
         """Run one step of the strategy.
 
-        `compute` runs forward and backward on this learner's batch and returns the loss; None if it has no samples in this step.
-        `span`: global samples that are done after this step.
+        `compute` runs forward and backward on this learner's batch and returns the loss; None if it has no samples in this
+        step. `span`: global samples that are done after this step.
         """
         worker = self.worker
         self.optimizer.set_position(step_info.position)
-        worker.begin(
-            step_info, self.timed(compute, step_info.local_samples) if compute is not None else (lambda: float("nan"))
-        )
+        worker.begin(step_info, self.timed(compute, step_info.local_samples) if compute is not None else (lambda: float("nan")))
         if step_info.local_samples:
             self.recorder.samples += step_info.local_samples
         self.strategy.step(worker)

@@ -55,7 +55,7 @@ MAX_NODES_FOR_SPECTRUM = 256
 def mixing(strategy: Strategy, context: DistributedContext, nodes: list[int]) -> dict[str, Any]:
     """Describe which ranks average with each other and how fast they reach consensus. `nodes`: the ranks that communicate.
 
-    kind                  exchanges (pairs, round by round), neighbors (all neighbors at once), mean (all ranks), server (rank 0), none
+    kind                  exchanges (pairs, round by round), neighbors (all at once), mean (all ranks), server (rank 0), none
     weights               [i, j, T_ij] for i < j, indices into `nodes`: the mean over the rounds of one sweep
     every_pair            T_ij of all pairs, instead of `weights`, for random matchings
     gap                   spectral gap per round

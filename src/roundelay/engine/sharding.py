@@ -1,6 +1,6 @@
 """Sharding: which rank trains on which samples.
 
-static    round r covers indices r B to (r+1) B of the epoch, divided in rank order; a rank without samples takes part with weight 0
+static    round r covers indices r B to (r+1) B of the epoch, in rank order; a rank without samples takes part with weight 0
 dynamic   a rank that is free leases the next indices from a counter in the job's store; leases of failed ranks are returned
 
 Indices count global samples over all epochs: index p belongs to epoch p // samples. Both forms assign every index of an epoch

@@ -1,1 +1,1 @@
-"""Starting the ranks of a job, and connecting each of them to the others."""
+"""Starting the ranks of a job, and connecting them."""

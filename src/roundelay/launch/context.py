@@ -1,8 +1,8 @@
 """Distributed context of a process: rank, size, machines, device, store and communicator.
 
 It is read from the environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
-MASTER_PORT), mpirun or srun. Without them the process is the only rank. Before the first step all ranks compare versions and settings
-and stop with an error that names the first difference.
+MASTER_PORT), mpirun or srun. Without them the process is the only rank. Before the first step all ranks compare versions and
+settings and stop with an error that names the first difference.
 """
 
 from __future__ import annotations
@@ -323,5 +323,7 @@ def _compare(own: dict[str, Any], peer: dict[str, Any], rank: int, other: int) -
                 raise UsageError(
                     f"{key} must be equal on all ranks (rank {rank}: {a}, rank {other}: {b})",
                     where=f"{what}, {key}",
-                    hint="install the same versions on all machines" if what == "versions" else "start all ranks with the same settings",
+                    hint="install the same versions on all machines"
+                    if what == "versions"
+                    else "start all ranks with the same settings",
                 )

@@ -2,7 +2,7 @@
 
 torchrun    RANK, WORLD_SIZE, ...: used unchanged, before any other
 mpirun      OMPI_COMM_WORLD_* (Open MPI), MV2_COMM_WORLD_* (MVAPICH), PMI_* with MPI_LOCAL* or PMI_LOCAL_* (MPICH, Intel, Cray)
-srun        SLURM_PROCID, SLURM_STEP_*: only inside a step of several tasks. The shell of an allocation (salloc, sbatch) has many
+srun        SLURM_PROCID, SLURM_STEP_*: only in a step of several tasks. The shell of an allocation (salloc, sbatch) has many
             of these variables too, but runs one process
 """
 

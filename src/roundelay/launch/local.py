@@ -68,13 +68,15 @@ def start_learners(
 ) -> int:
     """Run one process per learner with torchrun's variables set; block until all have exited and return the job's exit code.
 
-    Learners are forked from this process, where torch is already imported, and call `learn`. If torch is built for CUDA they are
-    started with `command` instead, because CUDA does not survive a fork. SIGINT and SIGTERM are forwarded to all learners.
+    Learners are forked from this process, where torch is already imported, and call `learn`. If torch is built for CUDA they
+    are started with `command` instead, because CUDA does not survive a fork. SIGINT and SIGTERM are forwarded to all learners.
     """
     if size < 1:
         raise UsageError(f"learners must be >= 1 (got {size})", where="learners", hint="set learners to at least 1")
     # fork before the store starts, so that the children do not inherit its threads and sockets
-    fork_server = ForkServer(learn, size, bind_address, run) if torch.version.cuda is None and torch.version.hip is None else None
+    fork_server = (
+        ForkServer(learn, size, bind_address, run) if torch.version.cuda is None and torch.version.hip is None else None
+    )
     children: list[Child] = []
     signals: list[int] = []
 
@@ -123,7 +125,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Fork the learners at once. They block on a pipe until the store's port is written; if the pipe closes first, they exit 0."""
+    """Fork the learners at once.
+
+    They block on a pipe until the store's port is written; if the pipe closes first, they exit 0.
+    """
 
     PORT = struct.Struct("i")
 
@@ -195,7 +200,7 @@ def _signal_all(children: Sequence[Child], number: int) -> None:
 
 
 def _wait_for_all(children: Sequence[Child], membership: StoreMembership, run: Path | None, survives_failures: bool) -> int:
-    """Wait until all children have exited and return the exit code of the first failure that is not a consequence of another."""
+    """Wait until all children have exited and return the exit code of the first failure, not of its consequences."""
     codes: dict[int, int] = {}
     deadline: float | None = None
     cause: int | None = None

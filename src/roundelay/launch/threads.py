@@ -16,7 +16,8 @@ from roundelay.launch.context import single_process_context
 def run_threads(job: Callable[..., Any], *args: Any, size: int, simulate_nodes: int = 0, timeout_s: float = 60.0) -> list[Any]:
     """Call job(context, *args) on `size` threads, each with the context of one rank; return the results by rank.
 
-    Raises the first error of a rank. PeerLost of other ranks counts as its consequence. A job that exceeds `timeout_s` is abandoned.
+    Raises the first error of a rank. PeerLost of other ranks counts as its consequence. A job that exceeds `timeout_s` is
+    abandoned.
     """
     threads = ThreadGroup(size, timeout_s=timeout_s)
     results: list[Any] = [None] * size

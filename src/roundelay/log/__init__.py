@@ -25,7 +25,8 @@ class ConsoleFormatter(logging.Formatter):
 class ConsoleHandler(logging.Handler):
     """Write records to stderr, wrapped to the width of the terminal.
 
-    `sys.stderr` is looked up for every record: while a live display is drawn, rich replaces it to print lines above the display.
+    `sys.stderr` is looked up for every record: while a live display is drawn, rich replaces it to print lines above the
+    display.
     """
 
     def __init__(self, level: int = logging.INFO) -> None:

@@ -167,7 +167,9 @@ class Progress:
     def _refresh(self, note: str) -> None:
         if self._display is None:
             self._start()
-        self._display.update(self._task, completed=self._rate.done, total=self._rate.total, status=self._status(note), refresh=True)
+        self._display.update(
+            self._task, completed=self._rate.done, total=self._rate.total, status=self._status(note), refresh=True
+        )
 
     def _start(self) -> None:
         from rich import progress

@@ -229,7 +229,9 @@ def render_panel(title: RunTitle, rate: ProgressRate, ranks: list[Metrics], held
     long_names = {"comm": "communication"} if width >= 72 else {}
     summary.add_row("time", "  ".join(f"{long_names.get(kind, kind)} {100 * share:.0f} %" for kind, share in shares.items()))
     summary.add_row("staleness", f"{fleet.staleness:.1f} on average, {fleet.max_staleness} at most")
-    summary.add_row("distance", f"{fleet.pair_distance:.2g} of |w| between partners" if fleet.pair_distance is not None else "–")
+    summary.add_row(
+        "distance", f"{fleet.pair_distance:.2g} of |w| between partners" if fleet.pair_distance is not None else "–"
+    )
     if len(ranks) > 1:
         summary.add_row("slowest", f"rank {fleet.slowest}: {fleet.slowdown:.1f} × the step time of the fastest")
     table = Table(box=None, padding=(0, 1), header_style="dim")

@@ -76,7 +76,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "loss": "mean training loss of the batches since the previous steps event; null if there were none",
         "lr": "learning rate",
         "position": "global samples before the learner's latest step",
-        "seconds": "seconds by kind since the previous steps event: data (waiting for a batch), compute (forward and backward), "
+        "seconds": "seconds by kind since the previous steps event: data (waiting for a batch), compute (forward, backward), "
         "update (writing shared weights), comm (waiting for other ranks), save (checkpoints), eval (evaluation)",
         "loader_s": "seconds of data during which a leased batch was not prepared yet",
         "elapsed_s": "wall-clock seconds since the previous steps event",
