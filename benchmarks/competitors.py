@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from roundelay.core.contracts import Task
 from roundelay.engine.config import EngineConfig
-from roundelay.engine.learner import Learner
-from roundelay.engine.straggler import slowdown
+from roundelay.engine.learner import Learner, slowdown
 from roundelay.launch.context import DistributedContext, create_context, single_process_context
 from roundelay.launch.runtime import cpu_seconds
 from roundelay.strategies.step import StepInfo

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from roundelay.data import writer
-from roundelay.data.archive import About, Archive, Layout, encode
+from roundelay.data.archive import Archive, ArchiveMetadata, Layout, encode
 from roundelay.data.examples import Examples
 from roundelay.data.loader import PrefetchLoader
 from roundelay.errors import RoundelayError, UsageError
@@ -87,13 +87,13 @@ def random_archive(folder: Path, blocks: int, times: int) -> Archive:
         targets = [random.integers(0, 500, LAYOUT.window).astype(np.int32) for _ in range(BLOCK)]
         numbers = np.arange(number * BLOCK, (number + 1) * BLOCK)
         data, frames = encode(LAYOUT, numbers, np.zeros((BLOCK, 2), int), values, ranges, targets)
-        once.append(writer.Encoded(data, BLOCK, frames, BLOCK * LAYOUT.window))
+        once.append(writer.EncodedBlock(data, BLOCK, frames, BLOCK * LAYOUT.window))
 
-    def repeated() -> Iterator[writer.Encoded]:
+    def repeated() -> Iterator[writer.EncodedBlock]:
         for _ in range(times):
             yield from once
 
-    return writer.write(folder, About(LAYOUT, 0, BLOCK, {}, 500), repeated())
+    return writer.write(folder, ArchiveMetadata(LAYOUT, 0, BLOCK, {}, 500), repeated())
 
 
 def delivery(archive: Archive, batch: int, repeats: int) -> dict[str, Any]:

@@ -1,42 +1,40 @@
-"""A strategy of one's own, in one file outside the package.   Synchronous EASGD: Zhang, Choromanska & LeCun 2015.
+"""A strategy in a file outside the package.   Synchronous EASGD: Zhang, Choromanska & LeCun 2015.
 
     every step:       w_i <- w_i - D(g(w_i))
     every tau steps:  d_i = a (w_i - c);   w_i <- w_i - d_i;   c <- c + L mean_i d_i          L learners, a = beta / L
 
-Springs tie the learners to a common centre c instead of putting them on top of it, so they go on exploring. Turn beta up
-(towards 1) when they drift apart, tau up when communication dominates.
+An elastic force pulls the learners toward a common center c, so they keep exploring. Raise beta (up to 1) if they drift apart,
+and tau if communication dominates.
 
-    python examples/my_strategy.py          the laws that its traits promise, checked
+    python examples/my_strategy.py          check what its traits promise
     roundelay train examples/frames.toml strategy=my_strategy:Elastic strategy_options.tau=2 learners=2
 
-A strategy named on the command line is looked for beside the TOML file, then in the current folder.
+The command line imports a strategy from the folder of the TOML file, then from the current folder.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from roundelay.strategies.base import Traits
-from roundelay.strategies.worker import Worker
-from roundelay.testing.conformance import check_strategy, in_threads
+from roundelay import Strategy, Traits, Worker, check_strategy
+from roundelay.testing.conformance import in_threads
 
 
 @dataclass
-class Elastic:
-    """Learners on springs."""
+class Elastic(Strategy):
+    """Elastic averaging SGD."""
 
     tau: int = 4
     beta: float = 0.9
 
-    equation: ClassVar[str] = "every tau steps: d_i = a (w_i - c), w_i <- w_i - d_i, c <- c + L mean_i d_i"
-    saved: ClassVar[tuple[str, ...]] = ("c", "since")
-    traits: ClassVar[Traits] = Traits(
-        sharding="static",  # everybody comes to the same mean
+    equation = "every tau steps: d_i = a (w_i - c), w_i <- w_i - d_i, c <- c + L mean_i d_i"
+    saved = ("c", "since")
+    traits = Traits(
+        sharding="static",  # all ranks take part in every mean
         deterministic=True,
-        conserves_mean=False,  # what the learners lose, the centre gains
+        conserves_mean=False,  # the center takes up what the learners lose
         contracts=True,
-        survives_death=False,
+        survives_failures=False,
         optimizer_state="keep",
-        shares_weights=False,  # nobody reaches into w in the background
+        shares_weights=False,  # no background exchanges
     )
 
     def start(self, me: Worker) -> None:
@@ -54,5 +52,5 @@ class Elastic:
 
 
 if __name__ == "__main__":
-    for law in check_strategy("my_strategy:Elastic", in_threads, sizes=(1, 2, 3)):
-        print("kept:", law)
+    for check in check_strategy("my_strategy:Elastic", in_threads, sizes=(1, 2, 3)):
+        print("passed:", check)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_tasks import Fit, dealt, first_weights, gradient_of
+from small_tasks import Fit, first_weights, gradient_of, static_batches
 
 from roundelay import topology
 from roundelay.core.update_log import Op
@@ -57,7 +57,7 @@ def engine(task: Fit, strategy: str, size: int = SIZE, **options: Any) -> list[n
 
 
 def model(task: Fit, steps: list[Step]) -> list[np.ndarray]:
-    return trajectory(first_weights(task, SIZE), steps, gradient_of(task, dealt(task, SIZE, BATCH, ROUNDS)))
+    return trajectory(first_weights(task, SIZE), steps, gradient_of(task, static_batches(task, SIZE, BATCH, ROUNDS)))
 
 
 def agree(found: list[np.ndarray], expected: list[np.ndarray]) -> None:

@@ -95,7 +95,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(strategy: str, jobs: Jobs) -> N
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_a_rank_with_bad_data_ends_the_job_with_its_code_and_message(jobs: Jobs) -> None:
-    task = jobs.task(nan_place=60)
+    task = jobs.task(nan_sample=60)
     done = jobs.start(*under_mpirun(2), ROUNDELAY, "train", task, "backend=mpi", "strategy=adpsgd", "epochs=50").end(TIMEOUT_S)
     assert done.code == 3
     assert "the loss is nan" in done.err

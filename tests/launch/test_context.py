@@ -17,7 +17,7 @@ from roundelay.launch.context import (
     context_from_env,
     exchange_rank_info,
     fake_machines,
-    host_towards,
+    local_address_towards,
     single_process_context,
 )
 
@@ -113,4 +113,4 @@ def test_devices_and_addresses() -> None:
     assert choose_device("cpu", 0) == torch.device("cpu")
     with pytest.raises(UsageError, match="there is no device"):
         choose_device("abacus", 0)
-    assert host_towards("127.0.0.1", 80) == "127.0.0.1"
+    assert local_address_towards("127.0.0.1", 80) == "127.0.0.1"

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_as_rank(settings: TrainConfig) -> tuple[int, list[CheckResult], list[MeasuredLink]]:
     """Check this machine and measure the links to all ranks. All ranks must call it; rank 0 returns the results of all."""
     from roundelay.fleet.store import JobStore, connect_store, serve_store
-    from roundelay.launch.context import exchange_rank_info, host_towards
+    from roundelay.launch.context import exchange_rank_info, local_address_towards
     from roundelay.preflight.links import measure
     from roundelay.preflight.machine import CheckResult, look_at_address, this_machine
 
@@ -45,7 +45,7 @@ def check_as_rank(settings: TrainConfig) -> tuple[int, list[CheckResult], list[M
     store = JobStore(connect_store(address, port, settings.timeout_s), f"check/{restart}/")
     machine = os.environ.get("GROUP_RANK") or socket.gethostname()
     cards = exchange_rank_info(store, rank, size, machine, settings.timeout_s, {})
-    here = host_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
+    here = local_address_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
     rows = [look_at_address(here, address, port)]
     if rows[0].state == "failure":
         raise UsageError(f"cannot listen on {rows[0].found}", where=f"rank {rank}, bind_address", hint=rows[0].hint)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "roundelay", "check", *args.overrides, *(["--json"] if args.json else [])]
         host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address
         return start_learners(
-            command, lambda: run(args), settings.learners, bind_address=host, port=settings.store_port, run=None, survives_death=False
+            command, lambda: run(args), settings.learners, bind_address=host, port=settings.store_port, run=None, survives_failures=False
         )  # fmt: skip
     else:
         host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         bind_address="127.0.0.1" if settings.bind_address == "auto" else settings.bind_address,
         port=settings.store_port,
         run=run_dir,
-        survives_death=strategy.traits.survives_failures,
+        survives_failures=strategy.traits.survives_failures,
     )
 
 

@@ -1,8 +1,7 @@
-"""From stored examples to a batch: bytes to values, other speeds, deltas, noise, put side by side. One compiled pass without
-the interpreter's lock, so that loaders work while a learner trains.
+"""Collate stored examples into a batch: decompress, change the speed, add noise, compute deltas, pad.
 
-Deltas are the sums of `roundelay.speech.features.fbank`, term by term in the same order: an archive of one-byte features delivers to the
-bit what the feature store does.
+This is one compiled pass that releases the GIL, so loaders run while a learner trains. Deltas are summed in the same order as
+in `roundelay.speech.features.fbank`, so an archive of one-byte features gives the same bits as the feature store.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import numpy as np
 from roundelay.data.archive import IGNORE, ArchiveBlock, Layout
 
 _compiled: Any = numba.njit(nogil=True, cache=True)
-PERTURB_DICE = 0x5EED
+PERTURB_SEED = 0x5EED
 
 
 @dataclass(frozen=True)
 class Perturbation:
-    """Changes drawn anew for every example and epoch, from (seed, epoch, example) alone.
+    """Random changes of examples, a pure function of (seed, epoch, example).
 
-    speed   the largest relative change of tempo: 0.1 plays an example at 0.9 to 1.1 of its speed (frames are interpolated;
-            pitch stays; recordings at other speeds, pitch and all, are the recipe's `speeds`)
-    noise   standard deviation of Gaussian noise on the static features, in units of their deviation
+    speed   largest relative change of tempo: 0.1 plays examples at 0.9 to 1.1 times their speed. Frames are interpolated, so the
+            pitch stays; speed perturbation of recordings is a setting of the recipe.
+    noise   standard deviation of Gaussian noise on the static features, in units of their standard deviation
     """
 
     speed: float = 0.0
@@ -36,17 +35,17 @@ class Perturbation:
         return bool(self.speed or self.noise)
 
     def draw(self, seed: int, epoch: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Speed and a seed of noise for every example."""
-        key = np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + PERTURB_DICE) & (2**64 - 1))
+        """Return the speed and the noise seed of every example."""
+        key = np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + PERTURB_SEED) & (2**64 - 1))
         with np.errstate(over="ignore"):
-            first = _mixed(numbers.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + key)
-            second = _mixed(first)
+            first = _splitmix64(numbers.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + key)
+            second = _splitmix64(first)
         uniform = (first >> np.uint64(11)).astype(np.float64) / 2**53
         return 1.0 + self.speed * (2 * uniform - 1), (second >> np.uint64(33)).astype(np.int64)
 
 
-def _mixed(z: np.ndarray) -> np.ndarray:
-    """splitmix64's finisher."""
+def _splitmix64(z: np.ndarray) -> np.ndarray:
+    """Apply the finalizer of splitmix64."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -55,18 +54,18 @@ def _mixed(z: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def delta_filters(order: int) -> np.ndarray:
-    """float32 [order + 1, 4 * order + 1]: the weights of each order of slopes, over frames -2 * order to 2 * order."""
+    """Return float32 [order + 1, 4 * order + 1]: filter weights of each delta order over frames -2 * order to 2 * order."""
     slope = np.arange(-2, 3) / 10.0
-    found = np.zeros((order + 1, 4 * order + 1), np.float32)
+    filters = np.zeros((order + 1, 4 * order + 1), np.float32)
     row = np.ones(1)
     for k in range(order + 1):
-        found[k, 2 * (order - k) : 2 * (order - k) + len(row)] = row.astype(np.float32)
+        filters[k, 2 * (order - k) : 2 * (order - k) + len(row)] = row.astype(np.float32)
         row = np.convolve(row, slope)
-    return found
+    return filters
 
 
 @_compiled
-def _deliver(
+def _collate(
     values,
     ranges,
     targets,
@@ -74,7 +73,7 @@ def _deliver(
     value_starts,
     target_starts,
     rows,
-    places,
+    slots,
     x,
     y,
     weights,
@@ -94,7 +93,7 @@ def _deliver(
     warped = np.empty((longest + 2 * reach, dim), np.float32)
     one = np.float32(1.0)
     for n in range(rows.size):
-        r, place = rows[n], places[n]
+        r, slot = rows[n], slots[n]
         frames, left, right = head[r, 1], head[r, 2], head[r, 3]
         stored = frames + 2 * reach
         first = value_starts[r]
@@ -112,9 +111,9 @@ def _deliver(
         source = static
         speed = speeds[n]
         if speed != 1.0:
-            centre = 0.5 * (stored - 1)
+            center = 0.5 * (stored - 1)
             for t in range(stored):
-                at = min(max(centre + (t - centre) * speed, 0.0), stored - 1.0)
+                at = min(max(center + (t - center) * speed, 0.0), stored - 1.0)
                 before = min(int(at), stored - 2)
                 part = np.float32(at - before)
                 for d in range(dim):
@@ -137,10 +136,10 @@ def _deliver(
                         continue
                     if begun:
                         for d in range(dim):
-                            x[place, t, column + d] += weight * source[inside + i, d]
+                            x[slot, t, column + d] += weight * source[inside + i, d]
                     else:
                         for d in range(dim):
-                            x[place, t, column + d] = weight * source[inside + i, d]
+                            x[slot, t, column + d] = weight * source[inside + i, d]
                         begun = True
         counted = frames - 2 * context
         middle = 0.5 * (counted - 1)
@@ -148,10 +147,10 @@ def _deliver(
             at = t
             if speed != 1.0:
                 at = int(np.floor(middle + (t - middle) * speed + 0.5))
-            y[place, context + t] = targets[target_starts[r] + at] if 0 <= at < counted else IGNORE
+            y[slot, context + t] = targets[target_starts[r] + at] if 0 <= at < counted else IGNORE
 
 
-def deliver(
+def collate(
     layout: Layout,
     parts: list[tuple[ArchiveBlock, np.ndarray, np.ndarray]],
     x: np.ndarray,
@@ -160,10 +159,13 @@ def deliver(
     seeds: np.ndarray,
     noise: float,
 ) -> None:
-    """Writes examples into x [n, frames, features] and y [n, frames]; parts: a block, rows of it, their places in the batch."""
+    """Write examples into x [n, frames, features] and y [n, frames].
+
+    `parts` lists a block, rows of it, and the indices of these rows in the batch. x and y must hold the padding already.
+    """
     weights = delta_filters(layout.deltas)
-    for block, rows, places in parts:
-        _deliver(
-            block.values, block.ranges, block.targets, block.head, block.value_starts, block.target_starts, rows, places,
-            x, y, weights, layout.reach, layout.context, speeds[places], noise, seeds[places],
+    for block, rows, slots in parts:
+        _collate(
+            block.values, block.ranges, block.targets, block.head, block.value_starts, block.target_starts, rows, slots,
+            x, y, weights, layout.reach, layout.context, speeds[slots], noise, seeds[slots],
         )  # fmt: skip

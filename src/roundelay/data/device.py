@@ -1,6 +1,6 @@
-"""Batches on their way to a GPU: pinned and copied on a stream of their own by the loader, waited for by the learner's stream.
+"""Transfer of batches to the device. On a GPU the loader copies pinned batches on a separate stream; on a CPU nothing happens.
 
-Written after torch's documentation of streams; there was no GPU to run it on. On a CPU nothing happens.
+The GPU code follows torch's documentation of streams and is untested.
 """
 
 from __future__ import annotations
@@ -10,40 +10,41 @@ from typing import Any
 
 import torch
 
-from roundelay.data.process import mapped
+from roundelay.data.process import map_leaves
 
 
 @dataclass(frozen=True)
-class _Arriving:
+class _TransferredBatch:
     batch: Any
-    there: Any
+    event: Any
 
 
 class DeviceTransfer:
-    """`send` in the loader's thread, `take` in the learner's."""
+    """Copies batches to a device: call `send` in the loader's thread and `take` in the learner's."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stays = device.type == "cpu"
+        self._is_cpu = device.type == "cpu"
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, batch: Any) -> Any:
-        if self._stays or batch is None:
+        """Start to copy a batch and return a handle for `take`. Does not block on a GPU."""
+        if self._is_cpu or batch is None:
             return batch
         if self._stream is None:
-            return mapped(batch, torch.Tensor, lambda t: t.to(self.device))
+            return map_leaves(batch, torch.Tensor, lambda t: t.to(self.device))
         with torch.cuda.stream(self._stream):
-            there = mapped(batch, torch.Tensor, lambda t: t.pin_memory().to(self.device, non_blocking=True))
+            copy = map_leaves(batch, torch.Tensor, lambda t: t.pin_memory().to(self.device, non_blocking=True))
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _Arriving(there, event)
+        return _TransferredBatch(copy, event)
 
     def take(self, batch: Any) -> Any:
-        if not isinstance(batch, _Arriving):
+        """Return the batch; later kernels of the current stream wait for the copy."""
+        if not isinstance(batch, _TransferredBatch):
             return batch
         stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(batch.there)
-        mapped(
-            batch.batch, torch.Tensor, lambda t: t.record_stream(stream)
-        )  # its memory is not reused before the gradient ends
+        stream.wait_event(batch.event)
+        # keeps the allocator from reusing the memory before the gradient is done
+        map_leaves(batch.batch, torch.Tensor, lambda t: t.record_stream(stream))
         return batch.batch

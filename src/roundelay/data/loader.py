@@ -1,12 +1,12 @@
-"""Loaders: the next pieces of work, claimed and prepared in the background while the current one trains.
+"""Prefetching loader: leases and prepares the next batches in background threads while the current one trains.
 
-One thread runs through the claims, in order, and never further ahead than `depth`; `workers` threads prepare what was claimed;
-pieces come out in the order of their claims. The depth begins at two. It grows when the learner had to wait, up to `most`, and
-falls again after a long time without waiting: a slow disk gets a longer run-up, and a learner that is slow itself does not
-hoard work that others could do. So memory is bounded by `most` batches, whatever the corpus.
+One thread iterates over the leases, in order and at most `depth` ahead. `workers` threads prepare them, and the items come out
+in the order of the leases. The depth starts at `min_depth`. It grows when the learner had to wait, up to `max_depth`, and
+shrinks after a long time without waiting, so that a slow learner does not hold leases that faster ranks could use. Memory is
+bounded by `max_depth` batches.
 
-What fails in the background is raised where the piece would have come out. Errors of the file system are tried again a few
-times first. A loader that is gone without a word is noticed; nothing waits for it for ever.
+An error in the background is raised where its item would have come out; file system errors are retried first. If all threads
+have exited unexpectedly, the loader raises instead of blocking forever.
 """
 
 from __future__ import annotations
@@ -19,70 +19,70 @@ from typing import Any, Generic, TypeVar
 
 from roundelay.errors import DataError, RoundelayError
 
-Claim = TypeVar("Claim")
+Lease = TypeVar("Lease")
 
 MIN_DEPTH, MAX_DEPTH = 2, 8
-NOTICED = 0.01
-"""A wait is one when it took this share of the time since the last piece."""
-CALM = 256
-"""Pieces without a wait after which the depth falls by one."""
-TRIES, PAUSE_S = 3, 0.2
-PATIENCE_S = 2.0
-LOOK_S = 1.0
-"""How often a waiting learner looks whether its loaders live."""
+WAIT_FRACTION = 0.01
+"""Waiting counts if it takes at least this fraction of the time since the previous item."""
+SHRINK_AFTER = 256
+"""Items without waiting after which the depth shrinks by one."""
+TRIES, RETRY_S = 3, 0.2
+JOIN_S = 2.0
+CHECK_S = 1.0
+"""Seconds between two checks whether the threads are alive."""
 
 
-class _Piece(Generic[Claim]):
-    def __init__(self, claim: Claim) -> None:
-        self.claim, self.claimed = claim, time.perf_counter()
+class _Item(Generic[Lease]):
+    def __init__(self, lease: Lease) -> None:
+        self.lease, self.leased_at = lease, time.perf_counter()
         self.result: Any = None
         self.error: BaseException | None = None
         self.done = False
 
 
-class PrefetchLoader(Generic[Claim]):
-    """Iterating gives (claim, prepare(claim)) for every claim. workers=0 prepares in the learner's own time.
+class PrefetchLoader(Generic[Lease]):
+    """Iterate over (lease, prepare(lease)). With workers=0, prepare in the calling thread.
 
-    waited_s    seconds in which a claimed piece was not ready when it was asked for, in all
-    last_s      the same of the last piece
+    waited_s    seconds spent waiting for items that were leased but not ready
+    last_s      the same for the latest item
     """
 
     def __init__(
         self,
-        claims: Iterable[Claim],
-        prepare: Callable[[Claim], Any],
+        leases: Iterable[Lease],
+        prepare: Callable[[Lease], Any],
         *,
         workers: int = 1,
-        least: int = MIN_DEPTH,
-        most: int = MAX_DEPTH,
+        min_depth: int = MIN_DEPTH,
+        max_depth: int = MAX_DEPTH,
     ) -> None:
-        self._claims, self._prepare, self._workers = claims, prepare, workers
-        self._least, self._most = min(least, most), most
-        self.depth = self._least
+        self._leases, self._prepare, self._workers = leases, prepare, workers
+        self._min_depth, self._max_depth = min(min_depth, max_depth), max_depth
+        self.depth = self._min_depth
         self.waited_s = self.last_s = 0.0
-        self._ahead: deque[_Piece[Claim]] = deque()
-        self._to_do: deque[_Piece[Claim]] = deque()
+        self._items: deque[_Item[Lease]] = deque()
+        self._unprepared: deque[_Item[Lease]] = deque()
         self._change = threading.Condition()
         self._stopped = self._ended = False
         self._failure: BaseException | None = None
-        self._calm = 0
+        self._without_wait = 0
         self._threads: list[threading.Thread] = []
 
-    # -- in the background -----------------------------------------------------------------------------------------
+    # -- background threads ----------------------------------------------------------------------------------------
 
-    def _claim_all(self) -> None:
+    def _lease_all(self) -> None:
         try:
-            claims = iter(self._claims)
+            leases = iter(self._leases)
             while self._wait_for_room():
                 try:
-                    piece = _Piece(next(claims))
+                    item = _Item(next(leases))
                 except StopIteration:
                     break
                 with self._change:
-                    self._ahead.append(piece)
-                    self._to_do.append(piece)
+                    self._items.append(item)
+                    self._unprepared.append(item)
                     self._change.notify_all()
-        except BaseException as error:  # handed to the learner, which raises it
+        except BaseException as error:  # raised in the learner's thread
             self._failure = error
         finally:
             with self._change:
@@ -91,115 +91,115 @@ class PrefetchLoader(Generic[Claim]):
 
     def _wait_for_room(self) -> bool:
         with self._change:
-            self._change.wait_for(lambda: self._stopped or len(self._ahead) < self.depth)
+            self._change.wait_for(lambda: self._stopped or len(self._items) < self.depth)
             return not self._stopped
 
     def _work(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._stopped or self._to_do or self._ended)
-                if self._stopped or not self._to_do:
+                self._change.wait_for(lambda: self._stopped or self._unprepared or self._ended)
+                if self._stopped or not self._unprepared:
                     return
-                piece = self._to_do.popleft()
+                item = self._unprepared.popleft()
             try:
-                piece.result = self._patiently(piece.claim)
+                item.result = self._prepare_with_retries(item.lease)
             except BaseException as error:
-                piece.error = error
+                item.error = error
             with self._change:
-                piece.done = True
+                item.done = True
                 self._change.notify_all()
 
-    def _patiently(self, claim: Claim) -> Any:
-        """Network file systems have bad moments; bad data stays bad."""
-        for left in reversed(range(TRIES)):
+    def _prepare_with_retries(self, lease: Lease) -> Any:
+        """Call prepare, and retry file system errors: those of network file systems are often temporary."""
+        for retries in reversed(range(TRIES)):
             try:
-                return self._prepare(claim)
+                return self._prepare(lease)
             except OSError as error:
-                if not left or self._stopped:
+                if not retries or self._stopped:
                     raise DataError(
-                        f"training data could not be read, {TRIES} times in a row: {error.strerror or error}",
-                        where=str(error.filename or claim),
-                        hint="check the disk or the network it is on; resume=auto goes on from the last checkpoint",
+                        f"reading training data failed {TRIES} times: {error.strerror or error}",
+                        where=str(error.filename or lease),
+                        hint="check the disk or its network; continue from the last checkpoint with resume=auto",
                     ) from error
-                time.sleep(PAUSE_S)
+                time.sleep(RETRY_S)
         raise AssertionError("unreachable")
 
-    # -- the learner's side ----------------------------------------------------------------------------------------
+    # -- learner's thread -----------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Generator[tuple[Claim, Any], None, None]:
+    def __iter__(self) -> Generator[tuple[Lease, Any], None, None]:
         if self._workers == 0:
-            yield from self._one_by_one()
+            yield from self._without_threads()
             return
-        self._threads = [threading.Thread(target=self._claim_all, name="sharding", daemon=True)]
+        self._threads = [threading.Thread(target=self._lease_all, name="leases", daemon=True)]
         self._threads += [threading.Thread(target=self._work, name=f"loader-{n}", daemon=True) for n in range(self._workers)]
         for thread in self._threads:
             thread.start()
-        given = time.perf_counter()
+        yielded_at = time.perf_counter()
         try:
-            while (piece := self._next(given)) is not None:
-                if piece.error is not None:
-                    raise piece.error
-                given = time.perf_counter()
-                yield piece.claim, piece.result
-                piece.result = None
+            while (item := self._next(yielded_at)) is not None:
+                if item.error is not None:
+                    raise item.error
+                yielded_at = time.perf_counter()
+                yield item.lease, item.result
+                item.result = None
             if self._failure is not None:
                 raise self._failure
         finally:
             self.close()
 
-    def _one_by_one(self) -> Iterator[tuple[Claim, Any]]:
-        for claim in self._claims:
+    def _without_threads(self) -> Iterator[tuple[Lease, Any]]:
+        for lease in self._leases:
             began = time.perf_counter()
-            result = self._patiently(claim)
+            result = self._prepare_with_retries(lease)
             self.last_s = time.perf_counter() - began
             self.waited_s += self.last_s
-            yield claim, result
+            yield lease, result
 
-    def _next(self, given: float) -> _Piece[Claim] | None:
-        """The next piece, when it is ready; None at the end."""
-        asked = time.perf_counter()
+    def _next(self, yielded_at: float) -> _Item[Lease] | None:
+        """Wait for the next item; return None at the end."""
+        began = time.perf_counter()
         with self._change:
-            while not (self._ahead and self._ahead[0].done):
-                if self._ended and not self._ahead:
+            while not (self._items and self._items[0].done):
+                if self._ended and not self._items:
                     self.last_s = 0.0
                     return None
                 self._check_alive()
-                self._change.wait(LOOK_S)
-            piece = self._ahead.popleft()
+                self._change.wait(CHECK_S)
+            item = self._items.popleft()
             now = time.perf_counter()
-            # waiting for a claim is not waiting for a loader: somebody else may still be at work
-            self.last_s = max(0.0, now - max(asked, piece.claimed)) if now - asked > 1e-4 else 0.0
+            # waiting for a lease does not count: it may depend on other ranks
+            self.last_s = max(0.0, now - max(began, item.leased_at)) if now - began > 1e-4 else 0.0
             self.waited_s += self.last_s
-            self._adapt(self.last_s, now - given)
+            self._adapt(self.last_s, now - yielded_at)
             self._change.notify_all()
-        return piece
+        return item
 
-    def _adapt(self, waited: float, since: float) -> None:
-        if waited > NOTICED * since:
-            self.depth, self._calm = min(self.depth + 1, self._most), 0
+    def _adapt(self, waited: float, elapsed: float) -> None:
+        if waited > WAIT_FRACTION * elapsed:
+            self.depth, self._without_wait = min(self.depth + 1, self._max_depth), 0
             return
-        self._calm += 1
-        if self._calm >= CALM and self.depth > self._least:
-            self.depth, self._calm = self.depth - 1, 0
+        self._without_wait += 1
+        if self._without_wait >= SHRINK_AFTER and self.depth > self._min_depth:
+            self.depth, self._without_wait = self.depth - 1, 0
 
     def _check_alive(self) -> None:
-        waiting = bool(self._ahead)
+        waiting = bool(self._items)
         threads = self._threads[1:] if waiting else self._threads[:1]
         if not any(thread.is_alive() for thread in threads) and not (self._ended and not waiting):
             raise RoundelayError(
-                "the loaders of this learner have ended without a word",
-                where=f"{len(self._ahead)} pieces were claimed",
-                hint="resume=auto goes on from the last checkpoint",
+                "all data-loader threads exited unexpectedly",
+                where=f"{len(self._items)} items were leased",
+                hint="continue from the last checkpoint with resume=auto",
             )
 
     def close(self) -> None:
-        """Nothing more is wanted. Waits for the threads: one at work while the interpreter ends would abort the process."""
+        """Stop and join the threads: one that runs while the interpreter exits would abort the process."""
         with self._change:
             self._stopped = True
             self._change.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(PATIENCE_S)
-        end = getattr(self._prepare, "close", None)
-        if end is not None:
-            end()
+                thread.join(JOIN_S)
+        close = getattr(self._prepare, "close", None)
+        if close is not None:
+            close()

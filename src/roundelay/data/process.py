@@ -1,7 +1,7 @@
-"""Loaders in processes of their own: for tasks whose batches are made by Python itself, which threads cannot do side by side.
+"""Loader processes, for tasks whose batches are computed in Python and would contend for the GIL in threads.
 
-Every loader thread has one child that holds a copy of the task. A child that dies is replaced, and asked for the same piece
-again: a batch is a function of its place, so nothing is lost and nothing is trained on twice.
+Every loader thread owns one child process with a copy of the task. A child that dies is replaced and the same batch is
+requested again. A batch depends only on its indices, so no sample is lost or used twice.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ import torch
 
 from roundelay.errors import DataError, RoundelayError, UsageError
 
-LIVES = 3
-"""Children that may die over one piece before the piece is given up."""
+MAX_DEATHS = 3
+"""Child processes that may die over one batch before an error is raised."""
 
 
 class Batches(Protocol):
+    """The part of a task that loaders use."""
+
     def batch(self, epoch: int, start: int, stop: int) -> Any: ...
 
 
 class SampleRange(Protocol):
+    """The samples start <= index < stop of an epoch."""
+
     @property
     def epoch(self) -> int: ...
 
@@ -39,12 +43,15 @@ class SampleRange(Protocol):
 
 
 class ProcessBatches:
-    """prepare(claim) -> task.batch(claim.epoch, claim.start, claim.stop), computed elsewhere. None for an empty claim."""
+    """Call task.batch(lease.epoch, lease.start, lease.stop) in a child process of the calling thread.
+
+    Returns None for an empty lease. `deaths` counts the children that died.
+    """
 
     def __init__(self, task: Batches, finish: Callable[[Any], Any] = lambda batch: batch) -> None:
-        """`finish` is done to a batch in the loader's thread, here."""
+        """`finish` is applied to every batch in the calling thread."""
         self._task, self._finish = task, finish
-        self._own = threading.local()
+        self._local = threading.local()
         self._children: list[tuple[Any, Connection]] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -52,20 +59,20 @@ class ProcessBatches:
 
     @property
     def ids(self) -> list[int]:
-        """Process ids of the living children."""
+        """Process ids of the children that are alive."""
         with self._lock:
             return [process.pid for process, _ in self._children if process.is_alive()]
 
-    def __call__(self, claim: SampleRange) -> Any:
-        if claim.stop <= claim.start:
+    def __call__(self, lease: SampleRange) -> Any:
+        if lease.stop <= lease.start:
             return None
-        for _ in range(LIVES):
+        for _ in range(MAX_DEATHS):
             pipe = self._child()
             try:
-                pipe.send((claim.epoch, claim.start, claim.stop))
+                pipe.send((lease.epoch, lease.start, lease.stop))
                 kind, value = pipe.recv()
             except (EOFError, OSError):
-                self._own.child = None
+                self._local.child = None
                 if self._closed:
                     break
                 self.deaths += 1
@@ -73,38 +80,37 @@ class ProcessBatches:
             if kind == "error":
                 raise DataError(value[0], where=value[1], hint=value[2])
             if kind == "bug":
-                raise RoundelayError(
-                    f"a loader failed:\n{value}", where=f"epoch {claim.epoch}, places {claim.start} to {claim.stop}"
-                )
+                raise RoundelayError(f"task.batch failed in a loader process:\n{value}", where=_location(lease))
             return self._finish(as_tensors(value))
         raise DataError(
-            f"{LIVES} loader processes died over the same piece of data",
-            where=f"epoch {claim.epoch}, places {claim.start} to {claim.stop}",
-            hint="too little memory kills processes: lower batch or loaders, or use loader_kind=thread; see also the lines above",
+            f"{MAX_DEATHS} loader processes died while preparing the same batch",
+            where=_location(lease),
+            hint="if memory is short, lower batch or num_workers, or use loader_kind=thread; see the lines above",
         )
 
     def _child(self) -> Connection:
-        found: Connection | None = getattr(self._own, "child", None)
-        if found is not None:
-            return found
+        existing: Connection | None = getattr(self._local, "child", None)
+        if existing is not None:
+            return existing
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._task), daemon=True)
+        parent_end, child_end = context.Pipe()
+        process = context.Process(target=_serve, args=(child_end, self._task), daemon=True)
         with self._lock:
             try:
                 process.start()
             except (TypeError, AttributeError, ValueError) as error:
                 raise UsageError(
-                    f"this task cannot be copied into a process: {error}",
+                    f"pickling the task for a loader process failed: {error}",
                     where="loader_kind=process",
                     hint="use loader_kind=thread",
                 ) from error
-            self._children = [(p, c) for p, c in self._children if p.is_alive()] + [(process, ours)]
-        theirs.close()
-        self._own.child = ours
-        return ours
+            self._children = [(p, c) for p, c in self._children if p.is_alive()] + [(process, parent_end)]
+        child_end.close()
+        self._local.child = parent_end
+        return parent_end
 
     def close(self) -> None:
+        """Terminate all children."""
         self._closed = True
         with self._lock:
             for process, pipe in self._children:
@@ -114,18 +120,22 @@ class ProcessBatches:
             self._children = []
 
 
+def _location(lease: SampleRange) -> str:
+    return f"epoch {lease.epoch}, samples {lease.start} to {lease.stop}"
+
+
 def _serve(pipe: Connection, task: Batches) -> None:
-    """A child: makes batches until nobody asks any more."""
+    """Answer requests for batches until the pipe is closed. Runs in the child process."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     while True:
         try:
-            place = pipe.recv()
+            request = pipe.recv()
         except (EOFError, OSError, KeyboardInterrupt):
             return
         answer: tuple[str, Any]
         try:
-            answer = "done", as_arrays(task.batch(*place))
+            answer = "done", as_arrays(task.batch(*request))
         except RoundelayError as error:
             answer = "error", (error.message, error.where, error.hint)
         except Exception:
@@ -137,20 +147,21 @@ def _serve(pipe: Connection, task: Batches) -> None:
 
 
 def as_arrays(batch: Any) -> Any:
-    """Tensors as arrays: they are sent by value, without file descriptors that could outlive a dead child."""
-    return mapped(batch, torch.Tensor, lambda t: t.numpy())
+    """Replace tensors by arrays, which are sent by value and need no file descriptors that outlive the child."""
+    return map_leaves(batch, torch.Tensor, lambda t: t.numpy())
 
 
 def as_tensors(batch: Any) -> Any:
-    return mapped(batch, np.ndarray, torch.from_numpy)
+    """Replace arrays by tensors."""
+    return map_leaves(batch, np.ndarray, torch.from_numpy)
 
 
-def mapped(batch: Any, kind: type, change: Any) -> Any:
-    """A batch with every part of a kind changed."""
+def map_leaves(batch: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to all parts of type `kind` in nested tuples, lists and dicts."""
     if isinstance(batch, kind):
-        return change(batch)
+        return function(batch)
     if isinstance(batch, tuple | list):
-        return type(batch)(mapped(part, kind, change) for part in batch)
+        return type(batch)(map_leaves(part, kind, function) for part in batch)
     if isinstance(batch, dict):
-        return {key: mapped(part, kind, change) for key, part in batch.items()}
+        return {key: map_leaves(part, kind, function) for key, part in batch.items()}
     return batch

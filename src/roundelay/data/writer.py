@@ -1,4 +1,4 @@
-"""Writing an archive: beside its place, and moved there when it is whole. Whatever fails on the way leaves nothing behind."""
+"""Write an archive to a temporary folder and rename it when it is complete. A failure leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from roundelay.data.archive import PAGE, About, Archive, write_index
+from roundelay.data.archive import PAGE, Archive, ArchiveMetadata, write_index
 from roundelay.errors import DataError
 
 SHARD_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """A block as a packing process hands it over."""
+class EncodedBlock:
+    """An encoded block, as a packing process returns it."""
 
     data: bytes
     examples: int
@@ -28,8 +28,8 @@ class Encoded:
     counted: int
 
 
-def write(folder: Path, about: About, blocks: Iterable[Encoded], shard_bytes: int = SHARD_BYTES) -> Archive:
-    """Writes an archive. An existing one is replaced when the new one is whole."""
+def write(folder: Path, metadata: ArchiveMetadata, blocks: Iterable[EncodedBlock], shard_bytes: int = SHARD_BYTES) -> Archive:
+    """Write an archive and open it. An existing one is replaced when the new one is complete. Raises DataError on failure."""
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.part-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -37,40 +37,42 @@ def write(folder: Path, about: About, blocks: Iterable[Encoded], shard_bytes: in
         partial.mkdir(parents=True)
         rows, shards = _write_shards(partial, blocks, shard_bytes)
         if not rows:
-            raise DataError("there is nothing to pack", where=str(folder))
+            raise DataError("the archive must have at least one example (got 0)", where=str(folder))
         table = np.array([row[:6] for row in rows], np.int64)
         counted = sum(row[6] for row in rows)
-        about = replace(about, examples=int(table[:, 3].sum()), counted=counted, shards=shards)
-        write_index(partial, about, table)
+        metadata = replace(metadata, examples=int(table[:, 3].sum()), counted=counted, shards=shards)
+        write_index(partial, metadata, table)
         _sync(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     except OSError as error:
         raise DataError(
-            f"the archive cannot be written: {error.strerror or error}",
+            f"writing the archive failed: {error.strerror or error}",
             where=str(folder),
-            hint="make room or choose another disk; nothing of the archive was kept",
+            hint="free space or choose another disk; the incomplete archive was deleted",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Archive(folder)
 
 
-def require_room(folder: Path, needed: float) -> None:
-    """DataError before a long packing that could not end well."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
+def require_free_space(folder: Path, needed: float) -> None:
+    """Raise DataError if the disk of `folder` has less than `needed` bytes free."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     if needed > free:
         raise DataError(
-            f"the archive would take {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free",
+            f"the archive needs {needed / 1e6:.1f} MB of free space (got {free / 1e6:.1f} MB)",
             where=str(folder),
-            hint="make room, choose another disk, or pack with one byte per value",
+            hint="free space, choose another disk, or pack with one byte per value",
         )
 
 
-def _write_shards(folder: Path, blocks: Iterable[Encoded], shard_bytes: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
+def _write_shards(
+    folder: Path, blocks: Iterable[EncodedBlock], shard_bytes: int
+) -> tuple[list[list[int]], list[dict[str, Any]]]:
     rows: list[list[int]] = []
     shards: list[dict[str, Any]] = []
     out: Any = None
@@ -82,8 +84,8 @@ def _write_shards(folder: Path, blocks: Iterable[Encoded], shard_bytes: int) -> 
                 out = open(folder / f"shard-{len(shards):05d}.bin", "wb")  # noqa: SIM115
                 shards.append({"file": f"shard-{len(shards):05d}.bin", "bytes": 0})
             out.write(b"\0" * (-out.tell() % PAGE))
-            here = [len(shards) - 1, out.tell(), len(block.data), block.examples, block.frames, zlib.crc32(block.data)]
-            rows.append([*here, block.counted])
+            row = [len(shards) - 1, out.tell(), len(block.data), block.examples, block.frames, zlib.crc32(block.data)]
+            rows.append([*row, block.counted])
             out.write(block.data)
         if out is not None:
             _close(out, shards)
@@ -102,7 +104,7 @@ def _close(out: Any, shards: list[dict[str, Any]]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """The names, too, are on the disk before the folder gets its own."""
+    """Flush all files and the folder to disk before the rename."""
     for path in (*folder.iterdir(), folder):
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""How many samples each learner takes per step: one number, one per machine, or found by a short probe."""
+"""Batch size of every learner: one number for all, one per host, or proportional to speed as measured by a short probe."""
 
 from __future__ import annotations
 
@@ -18,41 +18,47 @@ PROBES = 3
 
 
 def batch_sizes(batch: int | str | Sequence[int], context: DistributedContext, learner: Learner, task: Task) -> list[int]:
-    """Every rank's batch, by rank."""
+    """Return the batch size of every rank.
+
+    An integer or a sequence is used as it is, "hostA:128,hostB:32" sets one per host, and "auto" measures the ranks
+    (collective).
+    """
     if isinstance(batch, str) and batch.isdigit():
         batch = int(batch)
     if not isinstance(batch, int | str):
         return list(batch)
     if isinstance(batch, int):
         if batch < 1:
-            raise UsageError(f"a batch of {batch} samples", where="batch", hint="give at least 1")
+            raise UsageError(f"batch must be >= 1 (got {batch})", where="batch", hint="set batch to at least 1")
         return [batch] * context.size
     if batch == "auto":
-        return _by_speed(context, learner, task)
-    given: dict[str, int] = {}
+        return _proportional_to_speed(context, learner, task)
+    by_host: dict[str, int] = {}
     for part in batch.split(","):
         host, _, number = part.strip().rpartition(":")
         if not host or not number.isdigit() or int(number) < 1:
             raise UsageError(
-                f"'{part}' is not host:batch", where="batch", hint='write batch="hostA:128,hostB:32", a number, or auto'
+                f"batch must be a number, auto, or a list of host:number (got '{part}')",
+                where="batch",
+                hint='write batch="hostA:128,hostB:32"',
             )
-        given[host] = int(number)
+        by_host[host] = int(number)
     sizes = []
     for rank in range(context.size):
         names = (context.machines[rank], context.hosts[rank])
-        found = [given[name] for name in names if name in given]
-        if not found:
+        matches = [by_host[name] for name in names if name in by_host]
+        if not matches:
             raise UsageError(
-                f"batch says nothing about the machine of rank {rank}",
+                f"batch must list the host of every rank (rank {rank} is missing)",
                 where=f"batch={batch}",
-                hint=f"add {names[1]}:N (machines here: {', '.join(sorted(set(context.hosts) | set(context.machines)))})",
+                hint=f"add {names[1]}:N (hosts of this job: {', '.join(sorted(set(context.hosts) | set(context.machines)))})",
             )
-        sizes.append(found[0])
+        sizes.append(matches[0])
     return sizes
 
 
-def _by_speed(context: DistributedContext, learner: Learner, task: Task) -> list[int]:
-    """A short probe of the gradient on every learner; the same global batch, shared out by speed."""
+def _proportional_to_speed(context: DistributedContext, learner: Learner, task: Task) -> list[int]:
+    """Time a few gradients on every rank and divide a global batch of PROBE_BATCH per rank by speed. Collective."""
     count = min(PROBE_BATCH, task.samples)
     batch = task.batch(0, 0, count)
     random = context.runtime.rng_state()
@@ -60,7 +66,7 @@ def _by_speed(context: DistributedContext, learner: Learner, task: Task) -> list
     for _ in range(PROBES + 1):
         began = context.runtime.clock()
         learner.flat.clear_gradients()
-        learner._checked(lambda: _backward(task, learner, batch), count)()
+        learner.timed(lambda: _backward(task, learner, batch), count)()
         times.append(context.runtime.clock() - began)
     learner.flat.clear_gradients()
     context.runtime.set_rng_state(random)
@@ -69,9 +75,9 @@ def _by_speed(context: DistributedContext, learner: Learner, task: Task) -> list
     store.set(f"probe/{context.rank}", json.dumps(rate))
     rates: list[float] = []
     for rank in range(context.size):
-        while (note := store.get(f"probe/{rank}")) is None:
+        while (text := store.get(f"probe/{rank}")) is None:
             store.pause(0.01, f"probe/{rank}")
-        rates.append(json.loads(note))
+        rates.append(json.loads(text))
     return [max(1, round(PROBE_BATCH * context.size * r / sum(rates))) for r in rates]
 
 

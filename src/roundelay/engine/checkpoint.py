@@ -1,18 +1,19 @@
-"""Checkpoints: everything a run needs to go on, written without stopping anybody.
+"""Checkpoints, written without stopping any rank.
 
-Each learner writes its shard at its own step boundary into a hidden folder; whoever writes the last one adds the average
-model and the table of contents and renames the folder. A folder whose name has no leading dot is therefore complete.
-Tensors are in safetensors, the rest in JSON; nothing is pickled.
+Each rank writes its shard into a hidden folder at its own step boundary. The rank that writes the last shard adds the average
+model and the manifest and renames the folder, so a folder without a leading dot is complete. Tensors are in safetensors,
+everything else in JSON; nothing is pickled.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
@@ -30,41 +31,48 @@ from roundelay.strategies.base import innermost
 
 FORMAT = 1
 
+logger = logging.getLogger(__name__)
+
 
 def folder_name(position: int) -> str:
+    """Return the name of the checkpoint at `position` global samples; names sort by position."""
     return f"samples-{position:012d}"
 
 
 @contextmanager
 def disk_errors_as(what: str, where: str) -> Iterator[None]:
-    """A disk that is full, or gone, ends in a sentence."""
+    """Raise write errors inside the block as DataError: `what` names the file, `where` its location."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
         raise DataError(
-            f"{what} cannot be written: {why}",
+            f"writing {what} failed: {cause}",
             where=where,
-            hint="free space on that disk, then go on with resume=auto; what was saved before is untouched",
+            hint="free space on that disk, then continue with resume=auto; earlier checkpoints are intact",
         ) from error
 
 
 class Checkpoints:
-    """The checkpoints of one run, as one learner sees them."""
+    """The checkpoints of one run, from the view of one rank. For the thread of the learner.
 
-    def __init__(self, folder: Path, learner: Learner, keep: int, about: dict[str, Any]) -> None:
-        self.folder, self.learner, self.keep, self.about = folder, learner, keep, about
+    waiting    positions for which this rank has written its shard and other shards are missing
+    complete   positions that have become complete since the caller last emptied the list
+    """
+
+    def __init__(self, folder: Path, learner: Learner, keep: int, metadata: dict[str, Any]) -> None:
+        """`metadata` is added to every manifest; `keep` is the number of checkpoints to keep, 0 for all."""
+        self.folder, self.learner, self.keep, self.metadata = folder, learner, keep, metadata
         self.waiting: set[int] = set()
-        """Saves that this learner has contributed to and that are not complete yet."""
         self.complete: list[int] = []
         folder.mkdir(parents=True, exist_ok=True)
-        self._dead_known = 0
+        self._known_failures = 0
         self._strategy_state: dict[str, Any] = {}
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def save(self, position: int) -> None:
-        """Writes this learner's shard of the checkpoint at that many global samples."""
+        """Write this rank's shard of the checkpoint at `position` global samples. Does not wait for other ranks."""
         learner, store = self.learner, self.learner.job.store
         if store.get(f"complete/{position}") is not None:
             return
@@ -77,48 +85,51 @@ class Checkpoints:
         self.try_to_complete(position)
 
     def poll(self) -> None:
-        """Looks after saves under way: some may be complete, some may wait for a learner that has died."""
+        """Move complete positions from `waiting` to `complete`, and complete those that waited for a failed rank."""
         for position in sorted(self.waiting):
             if self.learner.job.store.get(f"complete/{position}") is not None:
                 self.waiting.discard(position)
                 self.complete.append(position)
-            elif len(self.learner.watchdog.dead) > self._dead_known:
+            elif len(self.learner.watchdog.failed) > self._known_failures:
                 self.try_to_complete(position)
-        self._dead_known = len(self.learner.watchdog.dead)
+        self._known_failures = len(self.learner.watchdog.failed)
 
     def try_to_complete(self, position: int) -> None:
+        """Complete the checkpoint if the shards of all live ranks are there and no other rank does it.
+
+        Raises PeerLost if this rank has been declared failed.
+        """
         learner, store = self.learner, self.learner.job.store
-        dead = learner.job.membership.failed_ranks()
-        if learner.context.rank in dead:
+        failed = learner.job.membership.failed_ranks()
+        if learner.context.rank in failed:
             raise PeerLost(
-                f"the others took this learner for lost: {dead[learner.context.rank]}",
+                f"this rank was declared failed by the other ranks ({failed[learner.context.rank]})",
                 where=f"rank {learner.context.rank}",
-                hint="go on with resume=auto; a machine so busy that a process stands still for seconds does this",
+                hint="check whether this machine was suspended or overloaded; continue with resume=auto",
             )
-        living = [r for r in range(learner.context.size) if r not in dead]
-        if any(store.get(f"saved/{position}/{r}") is None for r in living):
+        live_ranks = [r for r in range(learner.context.size) if r not in failed]
+        if any(store.get(f"saved/{position}/{r}") is None for r in live_ranks):
             return
         if store.add(f"completing/{position}", 1) != 1:
             return
-        partial, whole = self.folder / f".{folder_name(position)}.partial", self.folder / folder_name(position)
+        partial, final = self.folder / f".{folder_name(position)}.partial", self.folder / folder_name(position)
         with disk_errors_as("the checkpoint", f"rank {learner.context.rank}, {partial}"):
-            meta = self.describe(partial, position, living)
-            (partial / "meta.json").write_text(json.dumps(meta, indent=1))
+            meta = self.write_manifest(partial, position, live_ranks)
             for path in partial.iterdir():
                 sync(path)
             sync(partial)
-            if whole.exists():
-                shutil.rmtree(whole)
-            partial.rename(whole)
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
             sync(self.folder)
         store.set(f"complete/{position}", json.dumps({"spread": meta["spread"]}))
-        learner.events.write("checkpoint", position=position, path=whole.name, spread=meta["spread"])
-        self.retire(position)
+        learner.events.write("checkpoint", position=position, path=final.name, spread=meta["spread"])
+        self.prune(position)
 
-    def describe(self, partial: Path, position: int, living: list[int]) -> dict[str, Any]:
-        """Writes the average model; returns the table of contents."""
+    def write_manifest(self, partial: Path, position: int, live_ranks: list[int]) -> dict[str, Any]:
+        """Write the average model, then meta.json with sizes and checksums of all files; return its content."""
         learner = self.learner
-        node_leaders = [r for r in learner.node_leaders if r in living]
+        node_leaders = [r for r in learner.node_leaders if r in live_ranks]
         mean, spread = average_of_shards(partial, node_leaders)
         buffers = torch.stack([shard_tensor(partial, r, "buffers") for r in node_leaders]).mean(0)
         save_file(model_tensors(learner, mean, buffers), str(partial / "model.safetensors"))
@@ -126,23 +137,25 @@ class Checkpoints:
         for r in node_leaders:
             completed += [tuple(s) for s in json.loads((partial / f"rank-{r:03d}.json").read_text())["completed"]]
         files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in sorted(partial.iterdir())}
-        return {
+        meta = {
             "format": FORMAT,
             "position": position,
-            "ranks": living,
+            "ranks": live_ranks,
             "node_leaders": node_leaders,
             "size": learner.context.size,
             "sharding": learner.strategy.traits.sharding,
             "completed": merge_ranges(completed),
             "spread": spread,
             "files": files,
-            **self.about,
+            **self.metadata,
         }
+        (partial / "meta.json").write_text(json.dumps(meta, indent=1))
+        return meta
 
-    def retire(self, latest: int) -> None:
-        """Removes what is older than the last `keep` checkpoints, and remains of older unfinished ones."""
-        whole = sorted(p for p in self.folder.glob("samples-*") if p.is_dir())
-        for path in whole[: -self.keep] if self.keep > 0 else []:
+    def prune(self, latest: int) -> None:
+        """Delete all but the last `keep` checkpoints, and incomplete ones older than `latest`."""
+        complete = sorted(p for p in self.folder.glob("samples-*") if p.is_dir())
+        for path in complete[: -self.keep] if self.keep > 0 else []:
             shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(".samples-*.partial"):
             if path.name < f".{folder_name(latest)}.partial":
@@ -151,14 +164,17 @@ class Checkpoints:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def restore(self, path: Path) -> tuple[int, list[Span]]:
-        """Puts the learner back to where the checkpoint stood; returns the position and the places left out before it."""
+        """Load a checkpoint; return its position and the ranges before it that are not done.
+
+        With the same ranks and strategy the state is restored exactly. Otherwise every rank starts from the average model.
+        """
         meta = verify(path)
         learner = self.learner
         same = (
             meta["size"] == learner.context.size
             and meta["ranks"] == list(range(meta["size"]))
-            and (meta.get("strategy") == self.about.get("strategy") and meta["node_leaders"] == learner.node_leaders)
-            and in_one_block(path, meta["node_leaders"])
+            and (meta.get("strategy") == self.metadata.get("strategy") and meta["node_leaders"] == learner.node_leaders)
+            and in_same_block(path, meta["node_leaders"])
         )
         source = learner.context.rank if same else meta["node_leaders"][learner.context.rank % len(meta["node_leaders"])]
         self._strategy_state = read_shard(path, source, learner, exactly=same)
@@ -169,28 +185,28 @@ class Checkpoints:
         if meta["sharding"] == "dynamic":
             missing_ranges, position = uncovered_ranges([tuple(s) for s in meta["completed"]], sys.maxsize)
         if learner.strategy.traits.sharding == "static" and missing_ranges:
-            position, missing_ranges = missing_ranges[0][0], []  # dealt in turn: go back to the first place nobody completed
+            position, missing_ranges = missing_ranges[0][0], []  # static sharding has no gaps: go back to the first one
         learner.completed = [(0, position)] if not missing_ranges else merge_ranges([tuple(s) for s in meta["completed"]])
         if learner.context.rank != learner.node_leaders[0]:
             learner.completed = []
         return position, missing_ranges
 
     def restore_strategy(self) -> None:
-        """After the strategy's start: puts back what it had saved."""
+        """Restore the state of the strategy. Call it after `strategy.start`, which initializes that state."""
         strategy = innermost(self.learner.strategy)
         for name, value in self._strategy_state.items():
-            now = getattr(strategy, name)
-            setattr(strategy, name, replace(now, **value) if is_dataclass(now) and not isinstance(now, type) else value)
+            old = getattr(strategy, name)
+            setattr(strategy, name, replace(old, **value) if is_dataclass(old) and not isinstance(old, type) else value)
 
 
-def in_one_block(folder: Path, ranks: list[int]) -> bool:
-    """Whether no learner had a rendezvous behind it that another had before it: they race, and save as they come by."""
+def in_same_block(folder: Path, ranks: list[int]) -> bool:
+    """Return whether all ranks were in the same averaging block when they wrote their shards."""
     notes = [json.loads((folder / f"rank-{rank:03d}.json").read_text()) for rank in ranks]
     return all(n.get("strategy", {}).get("blocks") == notes[0].get("strategy", {}).get("blocks") for n in notes)
 
 
 def write_shard(folder: Path, learner: Learner) -> None:
-    """One learner's weights, optimizer, strategy, random state and data position."""
+    """Write one rank's weights, optimizer state, strategy state, RNG state and completed ranges."""
     worker = learner.worker
     tensors: dict[str, Tensor] = {"random": learner.context.runtime.rng_state(), "buffers": learner.flat.buffer_vector()}
     tensors |= {f"buffer/{name}": b for name, b in learner.flat.counters}
@@ -218,7 +234,10 @@ def write_shard(folder: Path, learner: Learner) -> None:
 
 
 def read_shard(folder: Path, rank: int, learner: Learner, exactly: bool) -> dict[str, Any]:
-    """Restores all but the strategy's own state, which is returned: it goes in after the strategy has started."""
+    """Load a shard into the learner and return the state of the strategy, for `restore_strategy`.
+
+    With `exactly`, the optimizer, the RNG and the counters are restored too.
+    """
     worker = learner.worker
     notes = json.loads((folder / f"rank-{rank:03d}.json").read_text())
     with safe_open(str(folder / f"rank-{rank:03d}.safetensors"), "pt") as file:
@@ -235,9 +254,9 @@ def read_shard(folder: Path, rank: int, learner: Learner, exactly: bool) -> dict
         return {}
     if tensors["w"].numel() != worker.w.numel():
         raise DataError(
-            f"the checkpoint has {tensors['w'].numel()} parameters, the model {worker.w.numel()}",
+            f"the checkpoint must have as many parameters as the model, {worker.w.numel()} (got {tensors['w'].numel()})",
             where=str(folder),
-            hint="resume with the task and model it was made with",
+            hint="resume with the task and the model of the checkpoint",
         )
     worker.assign_(tensors["w"])
     if not exactly:
@@ -254,17 +273,17 @@ def shard_tensor(folder: Path, rank: int, name: str) -> Tensor:
 
 
 def average_of_shards(folder: Path, ranks: list[int]) -> tuple[Tensor, float]:
-    """The mean of the learners' weights, and their spread: sqrt(mean |w - mean|^2) / |mean|."""
+    """Return the mean of the ranks' weights and their spread, sqrt(mean |w - mean|^2) / |mean|."""
     mean = torch.zeros_like(shard_tensor(folder, ranks[0], "w"), dtype=torch.float64)
     for rank in ranks:
         mean += shard_tensor(folder, rank, "w")
     mean /= len(ranks)
-    apart = sum(float((shard_tensor(folder, rank, "w") - mean).square().sum()) for rank in ranks) / len(ranks)
-    return mean.to(shard_tensor(folder, ranks[0], "w").dtype), (apart**0.5) / max(float(mean.norm()), 1e-30)
+    variance = sum(float((shard_tensor(folder, rank, "w") - mean).square().sum()) for rank in ranks) / len(ranks)
+    return mean.to(shard_tensor(folder, ranks[0], "w").dtype), (variance**0.5) / max(float(mean.norm()), 1e-30)
 
 
 def model_tensors(learner: Learner, vector: Tensor, buffers: Tensor) -> dict[str, Tensor]:
-    """The model by parameter names: what other programs load."""
+    """Return parameters and buffers by name, as `load_state_dict` takes them."""
     tensors = learner.flat.named(vector.cpu())
     start = 0
     for name, b in learner.flat.buffers:
@@ -277,53 +296,53 @@ def model_tensors(learner: Learner, vector: Tensor, buffers: Tensor) -> dict[str
 
 
 def read_model(folder: Path, learner: Learner) -> Tensor:
-    """The average model of a checkpoint as a vector."""
+    """Return the average model of a checkpoint as a vector."""
     with safe_open(str(folder / "model.safetensors"), "pt") as file:
         return torch.cat([file.get_tensor(slot.name).reshape(-1) for slot in learner.flat.slots])
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The table of contents of a checkpoint whose files are all there and whole."""
-    again = "choose another checkpoint, or resume=auto, which takes the newest whole one"
+    """Check sizes and checksums of a checkpoint and return its manifest. Raises DataError if a file is missing or damaged."""
+    hint = "choose another checkpoint, or set resume=auto to use the latest intact one"
     try:
         meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
         if meta["format"] != FORMAT:
             raise DataError(
-                f"the checkpoint has format {meta['format']}, this version reads {FORMAT}",
+                f"the checkpoint must have format {FORMAT} (got {meta['format']})",
                 where=str(path),
-                hint="resume with the version of roundelay that wrote it, or choose another checkpoint",
+                hint="use the version of roundelay that wrote it, or choose another checkpoint",
             )
-        for name, said in meta["files"].items():
+        for name, entry in meta["files"].items():
             file = path / name
             if not file.is_file():
-                raise DataError(f"the checkpoint lacks {name}", where=str(path), hint=again)
-            if file.stat().st_size != said["bytes"] or digest(file) != said["sha256"]:
-                raise DataError(f"{name} is not what was written: truncated or changed", where=str(file), hint=again)
+                raise DataError(f"{name} is missing from the checkpoint", where=str(path), hint=hint)
+            if file.stat().st_size != entry["bytes"] or digest(file) != entry["sha256"]:
+                raise DataError(f"{name} is damaged: wrong size or checksum", where=str(file), hint=hint)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise DataError(f"this is not a readable checkpoint: {error}", where=str(path), hint=again) from error
+        raise DataError(f"reading the checkpoint failed: {error}", where=str(path), hint=hint) from error
     return meta
 
 
-def latest(folder: Path, warn: Any = None) -> Path | None:
-    """The newest whole checkpoint; broken ones are passed over with a warning."""
+def latest(folder: Path, log: Callable[[str], None] = logger.warning) -> Path | None:
+    """Return the latest intact checkpoint, or None. Damaged ones are skipped and logged."""
     for path in sorted((p for p in folder.glob("samples-*") if p.is_dir()), reverse=True):
         try:
             verify(path)
         except DataError as error:
-            if warn is not None:
-                warn(f"passing over a broken checkpoint: {error.message} ({path.name})")
+            log(f"skipping a damaged checkpoint: {error.message} ({path.name})")
             continue
         return path
     return None
 
 
 def digest(path: Path) -> str:
+    """Return the SHA-256 of a file as hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Onto the disk, so that the rename that follows cannot come before the contents."""
+    """Flush a file or folder to disk, so that a later rename cannot overtake its content."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

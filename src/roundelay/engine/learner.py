@@ -1,13 +1,13 @@
-"""A learner: a module, its optimizer and a strategy at one place of the job.
+"""A learner: one rank's module, optimizer and strategy, connected to the other ranks.
 
-`roundelay.join` gives one to people who keep their own loop; the training loop of `roundelay train` is built on the same.
+The training loop (`roundelay.engine.trainer`) and user loops (`roundelay.api.session`) both drive a learner.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -19,12 +19,10 @@ from roundelay import strategies
 from roundelay.core.contracts import EventWriter
 from roundelay.core.flat import Flat
 from roundelay.core.update_log import UpdateLog
-from roundelay.data.epoch_order import epoch_order
 from roundelay.engine.config import EngineConfig
-from roundelay.engine.heartbeat import HeartbeatMonitor
+from roundelay.engine.heartbeat import LOST_S, HeartbeatMonitor
 from roundelay.engine.run_metadata import environment, mixing
-from roundelay.engine.sharding import BatchLease, DynamicSharding, ShardPlan, StaticSharding
-from roundelay.engine.straggler import slowdown
+from roundelay.engine.sharding import DynamicSharding, ShardPlan, Span, StaticSharding
 from roundelay.errors import DataError, PeerLost, UsageError
 from roundelay.launch.context import DistributedContext
 from roundelay.metrics.recorder import MetricsRecorder
@@ -37,13 +35,41 @@ from roundelay.topology.resolver import SeededTopologies
 
 
 def build_strategy(options: EngineConfig) -> Strategy:
-    """The strategy with its settings; `topology` goes to whichever strategy has such a setting."""
+    """Build the configured strategy. The setting `topology` is passed on if the strategy has an option of that name."""
     defaults = {"topology": options.topology} if options.topology else {}
     return strategies.build(options.strategy, options.strategy_options, defaults)
 
 
+def slowdown(straggler: str, size: int, rank: int) -> float:
+    """Parse the setting `straggler`, such as "1:2.0,3:1.5", and return the factor of one rank; 1 if it is not listed."""
+    factors: dict[int, float] = {}
+    for part in filter(None, (p.strip() for p in straggler.split(","))):
+        try:
+            number, factor = part.split(":")
+            factors[int(number)] = float(factor)
+        except ValueError as error:
+            raise UsageError(
+                f"straggler must be a list of rank:factor (got '{part}')",
+                where="straggler",
+                hint='write straggler="1:2.0,3:1.5"',
+            ) from error
+    for slow_rank, times in factors.items():
+        if not 0 <= slow_rank < size or times < 1.0:
+            raise UsageError(
+                f"straggler must name ranks 0 to {size - 1} with factors >= 1 (got {slow_rank}:{times:g})",
+                where="straggler",
+                hint='write straggler="1:2.0,3:1.5"',
+            )
+    return factors.get(rank, 1.0)
+
+
 class Learner:
-    """One learner of the job. A context manager: leaving it averages the living learners' models into the module."""
+    """One learner of a job.
+
+    As a context manager it starts the strategy, and at the end of the block loads the average of all live learners' models into
+    the module. All ranks must create, start and finish their learner: these are collective calls. A learner belongs to one
+    thread.
+    """
 
     def __init__(
         self,
@@ -59,18 +85,38 @@ class Learner:
         self.flat = Flat(module)
         self.optimizer = OptimizerAdapter(self.flat, optimizer, options.max_grad_norm)
         self.module = module
-        traits = self.strategy.traits
-        hierarchical = traits.hierarchical
-        machine = context.machine_of(context.rank) if hierarchical else [context.rank]
-        self.machine, self.node_leaders = machine, context.node_leaders if hierarchical else list(range(context.size))
         self.job = context.comm
+        hierarchical = self.strategy.traits.hierarchical
+        self.machine = context.machine_of(context.rank) if hierarchical else [context.rank]
+        self.node_leaders = context.node_leaders if hierarchical else list(range(context.size))
+        self.worker = self._create_worker(hierarchical)
+        self.events = events or context.runtime.events(None, context.rank)
+        self.recorder = MetricsRecorder(self.worker, self.job, self.events, options.log_every_s, context.runtime)
+        self.watchdog = HeartbeatMonitor(
+            self.worker, self.job, context, self.events, options.timeout_s, lambda: self.recorder.latest
+        )
+        self.sharding: StaticSharding | DynamicSharding | None = None
+        self.completed: list[Span] = []
+        self.steps = 0
+        self.position = 0
+        """Global samples done by the latest known step of any rank."""
+        self.has_schedule = options.schedule != "constant" or options.warmup_epochs > 0
+        self.update_log: UpdateLog | None = None
+        self._slowdown = slowdown(options.straggler, context.size, context.rank)
+        self._left = self._finished = False
+        self._final_weights: Tensor | None = None
+
+    def _create_worker(self, hierarchical: bool) -> Worker:
+        """Create the groups inside and between nodes, copy rank 0's weights to all ranks, and connect the worker."""
+        context, options, machine = self.context, self.options, self.machine
         node = self.job.new_group(machine, f"machine-{machine[0]}") if len(machine) > 1 else None
         comm = self.job if not hierarchical or context.size == 1 else self.job.new_group(self.node_leaders, "leaders") or node
         assert comm is not None
-        self._communicators = [n for n in (node, comm) if n is not None and n is not self.job]
+        self._communicators = [c for c in (node, comm) if c is not None and c is not self.job]
         if context.size > 1:
-            self.job.broadcast(self.flat.phi)  # everybody begins as rank 0 does
-        self.worker = Worker(
+            self.job.broadcast(self.flat.phi)
+        traits = self.strategy.traits
+        return Worker(
             comm,
             self.flat,
             self.optimizer,
@@ -82,22 +128,6 @@ class Learner:
             steps_per_exchange=options.steps_per_exchange,
             node=node,
         )
-        self.events = events or context.runtime.events(None, context.rank)
-        self.recorder = MetricsRecorder(self.worker, self.job, self.events, options.log_every_s, context.runtime)
-        self.watchdog = HeartbeatMonitor(
-            self.worker, self.job, context, self.events, options.timeout_s, lambda: self.recorder.last
-        )
-        self.sharding: StaticSharding | DynamicSharding | None = None
-        self.completed: list[tuple[int, int]] = []
-        self.steps = 0
-        self.position = 0
-        self._slow = slowdown(options.straggler, context.size, context.rank)
-        self._claim: BatchLease | None = None
-        self._own_loader = False
-        self._has_schedule = options.schedule != "constant" or options.warmup_epochs > 0
-        self._left = self._finished = False
-        self.update_log: UpdateLog | None = None
-        self._brought: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -105,22 +135,22 @@ class Learner:
 
     @property
     def size(self) -> int:
-        """Learners in the whole job."""
+        """Number of learners in the job."""
         return self.context.size
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- start and end -------------------------------------------------------------------------------------------------
 
     def record(self, update_log: UpdateLog) -> None:
-        """From now on, before the start, the order of events is noted down; so that they can be done again in that order."""
+        """Record the order of all updates in `update_log`, for a replay. Call it before `start`."""
         self.update_log = update_log
         self.worker.record(update_log)
 
-    def start(self, **about: Any) -> None:
-        """`about`: what else a report should know of this run."""
+    def start(self, **metadata: Any) -> None:
+        """Start the strategy, the heartbeats and the recorder. Rank 0 writes `metadata` into the `start` event."""
         if self.rank == 0:
             self.events.write(
                 "start",
-                **about,
+                **metadata,
                 strategy=self.options.strategy,
                 learners=self.size,
                 hosts=self.context.hosts,
@@ -144,7 +174,7 @@ class Learner:
             self.close()
 
     def leave(self) -> None:
-        """No more work: comes to the rendezvous that others still have before them."""
+        """Take part in the collectives that other learners still have to complete. Call it when there is no more work."""
         finish = getattr(innermost(self.strategy), "finish", None)
         if finish is None or self._left or not self.worker.is_node_leader:
             return
@@ -154,7 +184,10 @@ class Learner:
         finish(self.worker)
 
     def finish(self) -> Tensor:
-        """No more work: leave the exchanges together, then take the average of the living as the module's weights."""
+        """Drain the exchanges and load the average of all live learners' models into the module; return it as a vector.
+
+        Blocks until all live ranks have called it. A second call returns at once.
+        """
         if self._finished:
             return self.flat.phi
         self._finished = True
@@ -165,32 +198,36 @@ class Learner:
         self.recorder.record()
         mean = self.final_average()
         if self.update_log is not None:
-            self.update_log.close(self._brought)  # all have come to the closing mean: nobody adds to anybody any more
+            self.update_log.close(self._final_weights)  # all ranks have finished: no remote updates can follow
         self.flat.phi.copy_(mean)
         return self.flat.phi
 
     def final_average(self) -> Tensor:
-        """The mean of the living workers' w, on every learner; their buffers become the mean of their buffers."""
+        """Return the mean of the live workers' w on every learner, and load the mean of their buffers. Collective.
+
+        Raises PeerLost if the other ranks finished without this one.
+        """
         worker = self.worker
         if self.context.size == 1:
             return worker.last()
         mean = worker.last()
         if self.update_log is not None and worker.is_node_leader:
-            self._brought = mean.clone()
+            self._final_weights = mean.clone()
         buffers = self.flat.buffer_vector()
         if worker.is_node_leader and worker.size > 1:
             comm = worker.comm
-            living = json.loads(self.job.store.claim("closing-members", json.dumps(comm.live_ranks())))
-            if len(living) < comm.size:
-                part = comm.new_group(living, "closing")
-                if part is None:
+            live_ranks = json.loads(self.job.store.claim("closing-members", json.dumps(comm.live_ranks())))
+            if len(live_ranks) < comm.size:
+                group = comm.new_group(live_ranks, "closing")
+                if group is None:
                     raise PeerLost(
-                        "the others took this rank for dead: it gave no sign of life for too long, and they ended without it",
+                        f"this rank was declared failed by the other ranks (no heartbeat for {LOST_S:.0f} s); "
+                        "they finished without it",
                         where=f"rank {self.context.rank}",
-                        hint="the machine may have been suspended or crowded; go on from the last checkpoint with resume=auto",
+                        hint="check whether this machine was suspended or overloaded; continue with resume=auto",
                     )
-                self._communicators.append(part)
-                comm = part
+                self._communicators.append(group)
+                comm = group
             if comm.size > 1:
                 mean = comm.all_reduce_mean(mean, None, self.options.deterministic_reduce).wait()
                 if buffers.numel():
@@ -204,6 +241,7 @@ class Learner:
         return mean
 
     def close(self) -> None:
+        """Stop all threads and close all connections. Also correct after an error."""
         self.watchdog.stop()
         self.worker.close()
         for comm in reversed(self._communicators):
@@ -211,15 +249,17 @@ class Learner:
         self.context.close()
         self.events.close()
 
-    # -- one step --------------------------------------------------------------------------------------------------
+    # -- one step ------------------------------------------------------------------------------------------------------
 
-    def run_step(self, step_info: StepInfo, compute: Callable[[], float] | None, span: tuple[int, int] | None = None) -> None:
-        """One step of the strategy on this share of the data."""
+    def run_step(self, step_info: StepInfo, compute: Callable[[], float] | None, span: Span | None = None) -> None:
+        """Run one step of the strategy.
+
+        `compute` runs forward and backward on this learner's batch and returns the loss; None if it has no samples in this
+        step. `span`: global samples that are done after this step.
+        """
         worker = self.worker
         self.optimizer.set_position(step_info.position)
-        worker.begin(
-            step_info, self._checked(compute, step_info.local_samples) if compute is not None else (lambda: float("nan"))
-        )
+        worker.begin(step_info, self.timed(compute, step_info.local_samples) if compute is not None else (lambda: float("nan")))
         if step_info.local_samples:
             self.recorder.samples += step_info.local_samples
         self.strategy.step(worker)
@@ -230,141 +270,58 @@ class Learner:
             self.completed.append(span)
             if isinstance(self.sharding, DynamicSharding):
                 self.sharding.complete(span)
-        self.recorder.stepped()
+        self.recorder.on_step()
 
     def latest_metrics_of_all_ranks(self) -> list[dict[str, Any]]:
-        """The last metrics of all learners that have some, so far as they are known here; costs the others nothing."""
-        mine = [{"rank": self.context.rank, **self.recorder.last}] if self.recorder.last else []
-        return mine + self.watchdog.metrics()
+        """Return the latest metrics of this rank and of the live ranks whose heartbeats have arrived. Does not communicate."""
+        own = [{"rank": self.context.rank, **self.recorder.latest}] if self.recorder.latest else []
+        return own + self.watchdog.metrics()
 
-    def _checked(self, compute: Callable[[], float], samples: int) -> Callable[[], float]:
+    def timed(self, compute: Callable[[], float], samples: int) -> Callable[[], float]:
+        """Wrap `compute`: slow it down by the straggler factor, and raise DataError if the loss is not finite."""
+
         def run() -> float:
-            loss = self.context.runtime.compute(compute, samples, self._slow)
+            loss = self.context.runtime.compute(compute, samples, self._slowdown)
             if not math.isfinite(loss):
                 raise DataError(
-                    f"the loss is {loss}",
+                    f"the loss must be finite (got {loss})",
                     where=f"rank {self.context.rank}, step {self.steps}, sample {self.position}",
-                    hint="lower the rate (lr=…), add a warm-up or max_grad_norm=…; resume=auto goes on from the last good checkpoint",
+                    hint="lower lr, or set warmup_epochs or max_grad_norm; continue from the last checkpoint with resume=auto",
                 )
             return loss
 
         return run
 
     def shard(
-        self, samples: int, total: int, batches: Sequence[int], first: int = 0, missing_ranges: Sequence[tuple[int, int]] = ()
+        self, samples: int, total: int, batches: Sequence[int], first: int = 0, missing_ranges: Sequence[Span] = ()
     ) -> StaticSharding | DynamicSharding:
-        """How the data is dealt in this run; also what the schedule and the learners' weights go by."""
-        o = self.options
-        if self._has_schedule:
-            self.optimizer.factor = lr_schedule(o.schedule, samples, total, o.warmup_epochs, o.anneal_after_epochs)
-        dealt = ShardPlan(samples, total, batches, self.context.rank, self.machine, self.node_leaders, first)
+        """Set up the sharding of the data and the learning-rate schedule. All ranks must pass the same arguments.
+
+        samples          samples in one epoch
+        total            global samples of the whole run
+        batches          batch size of every rank
+        first            global samples done before
+        missing_ranges   ranges before `first` that still have to be done
+        """
+        options = self.options
+        if self.has_schedule:
+            self.optimizer.factor = lr_schedule(
+                options.schedule, samples, total, options.warmup_epochs, options.anneal_after_epochs
+            )
+        plan = ShardPlan(samples, total, batches, self.context.rank, self.machine, self.node_leaders, first)
         self.position = first
-        race = self.strategy.traits.sharding == "dynamic"
-        survives = self.strategy.traits.survives_failures
+        traits = self.strategy.traits
         self.sharding = (
-            DynamicSharding(dealt, self.job.store, missing_ranges, survives, lambda: self.watchdog.dead)
-            if race
-            else StaticSharding(dealt)
+            DynamicSharding(plan, self.job.store, missing_ranges, traits.survives_failures, lambda: self.watchdog.failed)
+            if traits.sharding == "dynamic"
+            else StaticSharding(plan)
         )
         return self.sharding
 
-    # -- for people with a loop of their own -----------------------------------------------------------------------
-
-    def claim(self, dataset: Any, batch: int = 64, epochs: float = 1.0) -> Iterator[TensorBatch]:
-        """Batches of a dataset (anything with len and []), dealt or raced for as the strategy says; ends on all learners
-        by protocol. Every sample is seen once per epoch by somebody. Call step() once for every batch."""
-        if self.sharding is not None:
-            raise UsageError(
-                "claim() was called a second time", where="learner.claim", hint="call it once, with epochs=… for several passes"
-            )
-        samples = len(dataset)
-        if samples == 0:
-            raise DataError("the dataset is empty", where="learner.claim", hint="check what it was made from")
-        sharding = self.shard(samples, round(samples * epochs), [batch] * self.context.size)
-        orders: dict[int, Any] = {}
-        for claim in sharding:
-            if claim.epoch not in orders:
-                orders = {claim.epoch: epoch_order(self.options.seed, claim.epoch, samples)}
-            self._claim = claim
-            yield collate(dataset, orders[claim.epoch][claim.start : claim.stop])
-            if self._claim is not None:
-                raise UsageError(
-                    "a batch went by without learner.step()", where="learner.claim", hint="call step() once per batch"
-                )
-
-    def until_all_done(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Items of one's own loader, of any length; ends when everybody's loader has ended. Strategies with a rendezvous let
-        a learner whose loader has ended join the others' steps with weight 0."""
-        traits = self.strategy.traits
-        if traits.sharding == "dynamic" and (not traits.shares_weights or len(self.machine) > 1):
-            raise UsageError(
-                f"{self.options.strategy} cannot tell when the others' loaders end: it races for work and yet waits for all",
-                where="learner.until_all_done",
-                hint="use learner.claim(dataset), or sharding='static', or a strategy without a rendezvous such as adpsgd",
-            )
-        if self._has_schedule:
-            raise UsageError(
-                "a schedule needs to know how many samples there are in all",
-                where="learner.until_all_done",
-                hint="use learner.claim(dataset), or schedule='constant' and a torch.optim.lr_scheduler of your own",
-            )
-        self._own_loader = True
-        yield from loader
-        if self.strategy.traits.sharding == "static":
-            while self._join_in():
-                pass
-
-    def _join_in(self) -> bool:
-        step_info = self._own_share(0)
-        if step_info.global_samples == 0:
-            return False
-        self.run_step(step_info, None)
-        return True
-
-    def _own_share(self, samples: int) -> StepInfo:
-        size = self.context.size
-        if self.strategy.traits.sharding == "dynamic":
-            position = self.job.store.add("claimed", samples) - samples
-            return StepInfo(samples, samples, samples * size, position)
-        total = machine = samples
-        if size > 1:
-            counts = torch.zeros(size, dtype=torch.float64)
-            counts[self.context.rank] = samples
-            counts = size * self.job.all_reduce_mean(counts).wait()
-            total, machine = round(float(counts.sum())), round(float(counts[self.machine].sum()))
-        return StepInfo(samples, machine, total, self.position)
-
-    def step(self, closure: Callable[[], Tensor], samples: int) -> float:
-        """One step: `closure` returns the loss of this learner's batch of `samples` samples; backward is done here."""
-
-        def compute() -> float:
-            loss = closure()
-            loss.backward()
-            return float(loss.detach())
-
-        if self._own_loader:
-            self.run_step(self._own_share(samples), compute)
-        else:
-            if self._claim is None:
-                raise UsageError(
-                    "step() without a batch",
-                    where="learner.step",
-                    hint="iterate over learner.claim(...) or until_all_done(...)",
-                )
-            claim, self._claim = self._claim, None
-            if samples not in (claim.step_info.local_samples,):
-                raise UsageError(
-                    f"step() was told of {samples} samples, the batch has {claim.step_info.local_samples}",
-                    where="learner.step",
-                    hint="pass len(batch)",
-                )
-            self.run_step(claim.step_info, compute, claim.span)
-        return self.worker.loss
-
     @contextmanager
     def swapped_weights(self, vector: Tensor) -> Iterator[nn.Module]:
-        """The module with other weights, for the length of a block."""
-        keep = self.flat.phi.clone()
+        """Load other weights into the module, in evaluation mode, for the length of a block."""
+        saved = self.flat.phi.clone()
         self.flat.phi.copy_(vector)
         training = self.module.training
         self.module.eval()
@@ -372,31 +329,4 @@ class Learner:
             yield self.module
         finally:
             self.module.train(training)
-            self.flat.phi.copy_(keep)
-
-
-class TensorBatch:
-    """Samples stacked field by field: x, y, or fields[i]."""
-
-    def __init__(self, fields: Sequence[Tensor], samples: int) -> None:
-        self.fields, self._samples = fields, samples
-
-    @property
-    def x(self) -> Tensor:
-        return self.fields[0]
-
-    @property
-    def y(self) -> Tensor:
-        return self.fields[1]
-
-    def __len__(self) -> int:
-        return self._samples
-
-
-def collate(dataset: Any, places: Any) -> TensorBatch:
-    """The samples at these places as one batch; of no places, an empty one."""
-    chosen = [int(p) for p in places]
-    items = [dataset[p] for p in (chosen or [0])]
-    rows = [item if isinstance(item, tuple | list) else (item,) for item in items]
-    fields = [torch.stack([torch.as_tensor(row[f]) for row in rows]) for f in range(len(rows[0]))]
-    return TensorBatch(fields if chosen else [field[:0] for field in fields], len(chosen))
+            self.flat.phi.copy_(saved)

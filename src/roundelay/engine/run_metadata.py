@@ -1,6 +1,6 @@
-"""What a run says of itself at its start: where it runs, with what, and who averages with whom.
+"""Metadata of a run for its `start` event: software, hardware, command, and which learners average with each other.
 
-The first rank writes it into the events, so that a report needs nothing but the run directory.
+Rank 0 writes it, so a report needs the run directory and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIBRARIES = ("torch", "numpy", "numba", "safetensors")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware of this rank's machine, and the command that was typed there."""
+    """Return the versions and hardware of this machine, the command and the working directory."""
     return {
         "versions": {"roundelay": __version__, "python": platform.python_version()}
         | {name: metadata.version(name) for name in LIBRARIES},
@@ -39,7 +39,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name, where Linux tells it."""
+    """Return the name of the processor from /proc/cpuinfo, or the architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
@@ -48,51 +48,53 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-MANY = 256
-"""Nodes up to which a start works out spectra: a second; for a thousand, half a minute."""
+MAX_NODES_FOR_SPECTRUM = 256
+"""Spectra of larger topologies are not computed: 256 nodes take a second, 1000 nodes half a minute."""
 
 
 def mixing(strategy: Strategy, context: DistributedContext, nodes: list[int]) -> dict[str, Any]:
-    """Who averages with whom, and how fast that brings them to agreement. `nodes`: the ranks that talk, first to last.
+    """Describe which ranks average with each other and how fast they reach consensus. `nodes`: the ranks that communicate.
 
-    kind      exchanges (pairs, round after round), neighbours (all at once), mean (everybody), server (learner 0), none
-    weights   [i, j, T_ij] for i < j, places in `nodes`: the mean over the rounds of one sweep. Random pairs have one weight
-              for all: `every_pair`
-    gap       the spectral gap per round of the schedule that runs; rounds_to_1_percent: until the spread is down to that
-              (neither is worked out for more than MANY nodes: everybody waits for it when the run starts)
+    kind                  exchanges (pairs, round by round), neighbors (all at once), mean (all ranks), server (rank 0), none
+    weights               [i, j, T_ij] for i < j, indices into `nodes`: the mean over the rounds of one sweep
+    every_pair            T_ij of all pairs, instead of `weights`, for random matchings
+    gap                   spectral gap per round
+    rounds_to_1_percent   rounds until the spread has fallen to 1 percent
+
+    The last two are left out above MAX_NODES_FOR_SPECTRUM nodes, because all ranks wait for them at the start.
     """
     inner = innermost(strategy)
     size, name = len(nodes), getattr(inner, "topology", None)
-    about: dict[str, Any] = {
+    description: dict[str, Any] = {
         "nodes": nodes,
         "machines": [context.machine_of(r) for r in context.node_leaders],
         "topology": name,
     }
     if size < 2:
-        return about | {"kind": "none"}
+        return description | {"kind": "none"}
     if name not in topology.TOPOLOGIES:
         if inner.traits.shares_weights:
-            return about | {"kind": "server", "weights": []}
-        return about | {"kind": "mean", "every_pair": 1 / size, "gap": 1.0, "rounds_to_1_percent": 1}
+            return description | {"kind": "server", "weights": []}
+        return description | {"kind": "mean", "every_pair": 1 / size, "gap": 1.0, "rounds_to_1_percent": 1}
     entry = topology.topology(name)
-    few = size <= MANY
-    if few:
-        about["rounds_to_1_percent"] = topology.rounds_to_agreement(name, size)
+    small = size <= MAX_NODES_FOR_SPECTRUM
+    if small:
+        description["rounds_to_1_percent"] = topology.rounds_to_agreement(name, size)
     if not inner.traits.shares_weights:
         matrix = topology.neighbor_matrix(name, size)
-        about |= {"kind": "neighbors", "weights": sparse(matrix)}
-        return about | {"gap": topology.spectrum(matrix).gap} if few else about
-    about |= {"kind": "exchanges", "period": entry.sweep(size)}
-    if few:
-        about["gap"] = topology.gap(name, size)
+        description |= {"kind": "neighbors", "weights": sparse(matrix)}
+        return description | {"gap": topology.spectrum(matrix).gap} if small else description
+    description |= {"kind": "exchanges", "period": entry.sweep(size)}
+    if small:
+        description["gap"] = topology.gap(name, size)
     sweep = [topology.mixing_matrix(entry.matching(r, size)) for r in range(entry.sweep(size))]
     matrix = sum(sweep[1:], start=sweep[0]) / len(sweep)
-    if entry.random:  # any two learners meet equally often
-        return about | {"every_pair": (1 - float(matrix.trace()) / size) / (size - 1)}
-    return about | {"weights": sparse(matrix)}
+    if entry.random:  # all pairs are equally likely
+        return description | {"every_pair": (1 - float(matrix.trace()) / size) / (size - 1)}
+    return description | {"weights": sparse(matrix)}
 
 
 def sparse(matrix: np.ndarray) -> list[list[float]]:
-    """The entries above the diagonal that are not 0; the matrix is symmetric and its rows sum to 1."""
+    """Return [i, j, value] of the nonzero entries above the diagonal of a symmetric matrix."""
     size = len(matrix)
     return [[i, j, round(float(matrix[i, j]), 6)] for i in range(size) for j in range(i + 1, size) if matrix[i, j] > 0]

@@ -243,7 +243,7 @@ class Trainer:
         """Yield the leases of this rank until a rank requests a stop. Runs in a loader thread."""
         learner, store = self.learner, self.learner.job.store
         steps_ahead = int(getattr(innermost(learner.strategy), "K", 1))
-        reached = sharding.dealt.first
+        reached = sharding.plan.first
         for number, lease in enumerate(sharding):
             if self._stop_requested.is_set():
                 if isinstance(sharding, DynamicSharding):
@@ -261,7 +261,7 @@ class Trainer:
             reached = lease.span[1]
             yield lease
         # a stop was requested while samples were left
-        self._stopped_early = (sharding.total if isinstance(sharding, DynamicSharding) else reached) < sharding.dealt.total
+        self._stopped_early = (sharding.total if isinstance(sharding, DynamicSharding) else reached) < sharding.plan.total
 
     # -- checkpoints and evaluation --------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from roundelay.engine.config import TrainConfig
-from roundelay.engine.straggler import slowdown
+from roundelay.engine.learner import slowdown
 from roundelay.errors import UsageError
 
 CHECKPOINT_FOLDER = "ckpt"

@@ -1,13 +1,12 @@
-"""Where this process stands in the job: its rank, its machine, its store, its backend.
+"""Distributed context of a process: rank, size, machines, device, store and communicator.
 
-The variables of torchrun decide (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT), or
-those of mpirun and srun, translated; without any a process is alone. Before the first step all ranks call the membership: they
-agree on versions and settings or stop with a sentence that says who differs in what.
+It is read from the environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
+MASTER_PORT), mpirun or srun. Without them the process is the only rank. Before the first step all ranks compare versions and
+settings and stop with an error that names the first difference.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -34,77 +33,78 @@ from roundelay.launch.runtime import SystemRuntime
 from roundelay.version import __version__
 
 BACKENDS = {
-    "auto": "shared memory inside a machine, torch.distributed between machines",
-    "shm": "shared memory: learners of one machine",
-    "torch": "torch.distributed collectives and a connection per edge, one machine or many",
-    "mpi": "MPI carries everything; under mpirun or srun",
-    "threads": "threads of one process",
+    "auto": "shared memory inside a machine, torch.distributed and TCP between machines",
+    "shm": "shared memory, for learners on one machine",
+    "torch": "torch.distributed collectives and one TCP connection per edge, on one machine or several",
+    "mpi": "MPI for all communication, under mpirun or srun",
+    "threads": "learners as threads of one process",
 }
 
 
 EXIT_WAIT_S = 5.0
-"""How long the server of the store waits for the others to leave."""
+"""Seconds the rank that serves the store waits for the other ranks to leave."""
 
 
 @dataclass
 class DistributedContext:
-    """One learner's context."""
+    """One rank's view of the job. Close it on all ranks when the job ends."""
 
     comm: Communicator
     rank: int
     size: int
     machines: list[str]
-    """The machine of every rank."""
+    """Machine of every rank; ranks with equal names share memory and form a node."""
     hosts: list[str]
+    """Host name of every rank."""
     device: torch.device
     keep_alive: list[Any] = field(default_factory=list)
-    """What must live as long as the job: the store's server, if it runs here."""
+    """Objects that must live as long as the job, such as the server of the store."""
     runtime: Runtime = field(default_factory=SystemRuntime)
     _closed: bool = False
 
     def machine_of(self, rank: int) -> list[int]:
-        """Ranks on the same machine, in order."""
+        """Return the ranks on the same machine, in order."""
         return [r for r in range(self.size) if self.machines[r] == self.machines[rank]]
 
     @property
     def node_leaders(self) -> list[int]:
-        """The first rank of every machine."""
+        """Lowest rank of every machine."""
         first: dict[str, int] = {}
         for rank, machine in enumerate(self.machines):
             first.setdefault(machine, rank)
         return sorted(first.values())
 
     def close(self) -> None:
+        """Close the communicator and leave the job. A second call does nothing."""
         self.comm.close()
         if not self._closed:
             self._closed = True
-            self._say_goodbye()
+            self._leave_store()
 
-    def _say_goodbye(self) -> None:
-        """Whoever serves the store goes last, or the others' last words would find nobody."""
+    def _leave_store(self) -> None:
+        """The rank that serves the store exits last, so that the other ranks can still write to it."""
         store = self.comm.store
         if not isinstance(store, JobStore) or self.size == 1:
             return
         if not self.keep_alive:
             with suppress(RoundelayError):
-                store.add("goodbye", 1)
+                store.add("left", 1)
             return
         deadline = time.monotonic() + EXIT_WAIT_S
         while sys.exc_info()[0] is None and time.monotonic() < deadline:
-            if int(store.get("goodbye") or 0) >= self.size - 1 - len(self.comm.membership.failed_ranks()):
+            if int(store.get("left") or 0) >= self.size - 1 - len(self.comm.membership.failed_ranks()):
                 return
             time.sleep(0.01)
 
     def abort_job(self, error: BaseException) -> None:
-        """This learner leaves in the middle of things. Those whom MPI has started are then ended by MPI, with the code of the
-        error; the others find out by themselves."""
+        """Abort after an error: under MPI call MPI_Abort with the error's exit code. Otherwise peers see closed connections."""
         if not isinstance(error, Interrupted):
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             abort_mpi(error.exit_code if isinstance(error, RoundelayError) else code)
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """auto: a GPU of one's own where there is one (untested here), else the CPU."""
+    """Return the device; auto selects a GPU by local rank if there is one (untested), else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -112,27 +112,32 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"there is no device '{name}'", where="device", hint="use auto, cpu or cuda") from error
+        raise UsageError(f"device must be auto, cpu or cuda (got '{name}')", where="device", hint="use device=auto") from error
 
 
 def check_backend(backend: str) -> None:
+    """Raise UsageError if there is no such backend."""
     if backend not in BACKENDS:
-        raise UsageError(f"there is no backend '{backend}'", where="backend", hint=did_you_mean(backend, BACKENDS))
+        raise UsageError(f"unknown backend '{backend}'", where="backend", hint=did_you_mean(backend, BACKENDS))
 
 
 def fake_machines(machines: list[str], parts: int) -> list[str]:
-    """Pretends that one machine is several: contiguous ranks, sizes as equal as can be."""
+    """Divide the ranks into `parts` machines of contiguous ranks and nearly equal size; 0 changes nothing."""
     if parts <= 0:
         return machines
     if parts > len(machines):
-        raise UsageError(f"{len(machines)} learners cannot be split into {parts} machines", where="machines", hint="give fewer")
+        raise UsageError(
+            f"simulate_nodes must be at most the number of learners, {len(machines)} (got {parts})",
+            where="simulate_nodes",
+            hint="lower simulate_nodes or raise learners",
+        )
     return [f"{name}#{rank * parts // len(machines)}" for rank, name in enumerate(machines)]
 
 
 def single_process_context(
     device: str = "auto", threads: ThreadGroup | None = None, rank: int = 0, simulate_nodes: int = 0
 ) -> DistributedContext:
-    """A place among threads of this process; by default the only one."""
+    """Return the context of one rank among threads of this process; by default the only rank."""
     threads = threads or ThreadGroup(1)
     names = fake_machines(["here"] * threads.size, simulate_nodes)
     return DistributedContext(
@@ -141,6 +146,7 @@ def single_process_context(
 
 
 def under_launcher(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun, mpirun or srun has started this process."""
     return bool(read_launcher_env(env))
 
 
@@ -154,25 +160,28 @@ def context_from_env(
     digest: Mapping[str, Any],
     env: Mapping[str, str] = os.environ,
 ) -> DistributedContext:
-    """The place that the launcher's variables describe."""
-    told = read_launcher_env(env)
-    rank, size = _number(told, "RANK"), _number(told, "WORLD_SIZE")
-    local_rank = int(told.get("LOCAL_RANK", "0"))
-    machine = told.get("GROUP_RANK") or socket.gethostname()
+    """Connect to the job that the launcher's environment variables describe. Collective: blocks until all ranks have called it.
+
+    `digest`: settings that must be equal on all ranks.
+    """
+    variables = read_launcher_env(env)
+    rank, size = _integer(variables, "RANK"), _integer(variables, "WORLD_SIZE")
+    local_rank = int(variables.get("LOCAL_RANK", "0"))
+    machine = variables.get("GROUP_RANK") or socket.gethostname()
     keep: list[Any] = []
     if backend == "mpi":
-        check_world(rank, size)
-    # one port that all can work out may be taken; where MPI speaks anyway, it passes on one that is free
-    by_mpi = "MASTER_PORT" not in env if backend == "mpi" else "RANK" not in env and "MASTER_PORT" not in told
+        check_mpi_world(rank, size)
+    # a port derived from the job may be in use; where MPI is available, it broadcasts a free one
+    by_mpi = "MASTER_PORT" not in env if backend == "mpi" else "RANK" not in env and "MASTER_PORT" not in variables
     if by_mpi:
         store, address, port = store_by_mpi(mpi_runtime(), bind_address, timeout_s, keep)
     else:
-        address, port = told.get("MASTER_ADDR", "127.0.0.1"), _number(told, "MASTER_PORT")
-        hosted_elsewhere = env.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
-        if rank == 0 and not hosted_elsewhere:
+        address, port = variables.get("MASTER_ADDR", "127.0.0.1"), _integer(variables, "MASTER_PORT")
+        served_by_launcher = env.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+        if rank == 0 and not served_by_launcher:
             keep.append(serve_store(address, port))
         store = JobStore(connect_store(address, port, timeout_s), f"job/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/")
-    address_here = host_towards(address, port) if bind_address == "auto" else bind_address
+    own_address = local_address_towards(address, port) if bind_address == "auto" else bind_address
     try:
         return create_context(
             store,
@@ -180,7 +189,7 @@ def context_from_env(
             size,
             machine,
             backend=backend,
-            bind_address=address_here,
+            bind_address=own_address,
             timeout_s=timeout_s,
             device=choose_device(device, local_rank),
             simulate_nodes=simulate_nodes,
@@ -192,27 +201,30 @@ def context_from_env(
         raise
 
 
-def check_world(rank: int, size: int) -> None:
-    """Whether MPI sees the job as the launcher does."""
+def check_mpi_world(rank: int, size: int) -> None:
+    """Raise UsageError if MPI and the launcher disagree on rank or size."""
     if (mpi_runtime().rank, mpi_runtime().size) != (rank, size):
         raise UsageError(
-            f"MPI says rank {mpi_runtime().rank} of {mpi_runtime().size}, the launcher says rank {rank} of {size}",
+            f"MPI and the launcher must agree on the rank (MPI: {mpi_runtime().rank} of {mpi_runtime().size}, "
+            f"launcher: {rank} of {size})",
             where="backend=mpi",
-            hint=f"start with 'mpirun -n {size} roundelay train …', the mpirun of the MPI library that mpi4py uses",
+            hint=f"run 'mpirun -n {size} roundelay train …' with the mpirun of the MPI library that mpi4py uses",
         )
 
 
-def _number(told: Mapping[str, str], key: str) -> int:
+def _integer(variables: Mapping[str, str], key: str) -> int:
     try:
-        return int(told.get(key, ""))
+        return int(variables.get(key, ""))
     except ValueError as error:
         raise UsageError(
-            f"{key} is {told.get(key)!r}, not a number", where="environment", hint="start with torchrun, or with learners=N"
+            f"{key} must be an integer (got {variables.get(key)!r})",
+            where="environment",
+            hint="start with torchrun, or with learners=N",
         ) from error
 
 
-def host_towards(address: str, port: int) -> str:
-    """This machine's address on the route to the first machine."""
+def local_address_towards(address: str, port: int) -> str:
+    """Return the address of this machine on the route to `address`. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((socket.gethostbyname(address), port or 1))
         return str(probe.getsockname()[0])
@@ -232,35 +244,38 @@ def create_context(
     digest: Mapping[str, Any],
     keep: list[Any] | None = None,
 ) -> DistributedContext:
-    """Calls the membership and opens the backend."""
-    cards = exchange_rank_info(store, rank, size, machine, timeout_s, digest)
-    names = fake_machines([card["machine"] for card in cards], simulate_nodes)
-    if backend == "shm" and len({card["machine"] for card in cards}) > 1:
-        raise UsageError("backend=shm cannot reach other machines", where=f"rank {rank}", hint="use backend=auto")
+    """Compare versions and settings with all ranks and create the communicator. Collective."""
+    ranks = exchange_rank_info(store, rank, size, machine, timeout_s, digest)
+    names = fake_machines([info["machine"] for info in ranks], simulate_nodes)
+    if backend == "shm" and len({info["machine"] for info in ranks}) > 1:
+        raise UsageError("backend=shm needs all ranks on one machine", where=f"rank {rank}", hint="use backend=auto")
     if backend == "mpi":
         return DistributedContext(
             MpiCommunicator(mpi_runtime(), store, range(size), rank, timeout_s=timeout_s),
             rank,
             size,
             names,
-            [card["host"] for card in cards],
+            [info["host"] for info in ranks],
             device,
             keep or [],
         )
-    # A machine that is split for a test behaves like several: shared memory only inside each part.
+    # with simulate_nodes, shared memory is used inside a simulated node only
     share = backend == "shm" or backend == "auto"
-    places = names if backend == "auto" else [card["machine"] for card in cards]
+    nodes = names if backend == "auto" else [info["machine"] for info in ranks]
     comm = TorchCommunicator(
-        store, range(size), rank, places, bind_address=bind_address, share_memory=share, timeout_s=timeout_s, device=device
+        store, range(size), rank, nodes, bind_address=bind_address, share_memory=share, timeout_s=timeout_s, device=device
     )
-    return DistributedContext(comm, rank, size, names, [card["host"] for card in cards], device, keep or [])
+    return DistributedContext(comm, rank, size, names, [info["host"] for info in ranks], device, keep or [])
 
 
 def exchange_rank_info(
     store: JobStore, rank: int, size: int, machine: str, timeout_s: float, digest: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Every rank shows its card; all leave with all cards, or with the reason why not."""
-    mine = {
+    """Exchange host, machine, versions and settings with all ranks; return one entry per rank. Collective.
+
+    Raises UsageError if versions, settings or world sizes differ, and PeerLost if a rank does not appear within `timeout_s`.
+    """
+    own = {
         "size": size,
         "machine": machine,
         "host": socket.gethostname(),
@@ -272,46 +287,43 @@ def exchange_rank_info(
         "settings": {key: json.dumps(value, sort_keys=True, default=str) for key, value in digest.items()},
         "pid": os.getpid(),
     }
-    taken = store.add(f"card-taken/{rank}", 1)
-    if taken > 1:
-        raise UsageError(f"two processes say they are rank {rank}", where="RANK", hint="give every process its own rank")
-    store.set(f"card/{rank}", json.dumps(mine))
+    if store.add(f"rank-info-count/{rank}", 1) > 1:
+        raise UsageError(f"RANK must be unique (two processes have rank {rank})", where="RANK", hint="start each rank once")
+    store.set(f"rank-info/{rank}", json.dumps(own))
     deadline = time.monotonic() + timeout_s
-    cards: dict[int, dict[str, Any]] = {}
-    while len(cards) < size:
+    ranks: dict[int, dict[str, Any]] = {}
+    while len(ranks) < size:
         for other in range(size):
-            if other not in cards and (card := store.get(f"card/{other}")) is not None:
-                cards[other] = json.loads(card)
-                _compare(mine, cards[other], rank, other)
-        if len(cards) < size:
+            if other not in ranks and (text := store.get(f"rank-info/{other}")) is not None:
+                ranks[other] = json.loads(text)
+                _compare(own, ranks[other], rank, other)
+        if len(ranks) < size:
             if time.monotonic() > deadline:
-                absent = ", ".join(str(r) for r in range(size) if r not in cards)
+                missing = ", ".join(str(r) for r in range(size) if r not in ranks)
                 raise PeerLost(
-                    f"rank {absent} did not answer the membership in {timeout_s:.0f} s",
+                    f"rank {missing} did not connect within {timeout_s:.0f} s",
                     where=f"rank {rank}",
-                    hint="check that it was started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; see its log",
+                    hint="check its log, and that all ranks have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
                 )
             time.sleep(0.01)
-    return [cards[r] for r in range(size)]
+    return [ranks[r] for r in range(size)]
 
 
-def _compare(mine: dict[str, Any], theirs: dict[str, Any], rank: int, other: int) -> None:
-    if mine["size"] != theirs["size"]:
+def _compare(own: dict[str, Any], peer: dict[str, Any], rank: int, other: int) -> None:
+    if own["size"] != peer["size"]:
         raise UsageError(
-            f"rank {rank} was told of {mine['size']} learners, rank {other} of {theirs['size']}",
+            f"WORLD_SIZE must be equal on all ranks (rank {rank}: {own['size']}, rank {other}: {peer['size']})",
             where="WORLD_SIZE",
             hint="start all ranks with the same world size",
         )
     for what in ("versions", "settings"):
-        for key in sorted(set(mine[what]) | set(theirs[what])):
-            a, b = mine[what].get(key), theirs[what].get(key)
+        for key in sorted(set(own[what]) | set(peer[what])):
+            a, b = own[what].get(key), peer[what].get(key)
             if a != b:
                 raise UsageError(
-                    f"rank {rank} has {key} {a}, rank {other} has {b}",
+                    f"{key} must be equal on all ranks (rank {rank}: {a}, rank {other}: {b})",
                     where=f"{what}, {key}",
-                    hint="install the same versions everywhere" if what == "versions" else "give all ranks the same settings",
+                    hint="install the same versions on all machines"
+                    if what == "versions"
+                    else "start all ranks with the same settings",
                 )
-
-
-def fingerprint(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,9 +1,9 @@
-"""Whoever starts the ranks of a job says so in environment variables, each in its own words; here they become torchrun's.
+"""Environment variables of launchers, translated to those of torchrun.
 
-torchrun    RANK, WORLD_SIZE, ...: taken as they are, and before any other
+torchrun    RANK, WORLD_SIZE, ...: used unchanged, before any other
 mpirun      OMPI_COMM_WORLD_* (Open MPI), MV2_COMM_WORLD_* (MVAPICH), PMI_* with MPI_LOCAL* or PMI_LOCAL_* (MPICH, Intel, Cray)
-srun        SLURM_PROCID, SLURM_STEP_*: only inside a step of several tasks. In the shell of an allocation (salloc, sbatch) many
-            of these variables stand too, and only one process runs
+srun        SLURM_PROCID, SLURM_STEP_*: only in a step of several tasks. The shell of an allocation (salloc, sbatch) has many
+            of these variables too, but runs one process
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from roundelay.errors import UsageError
 
 FIRST_PORT, PORTS = 20000, 12000
-"""Where the port of a job's store is looked for when nobody has named one: below the ports the system deals out by itself."""
+"""Range of the store's port if no port is set: below the ephemeral ports of the system."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm numbers the shells of its allocations as steps too, from here on."""
+"""Lowest step number that Slurm uses for the shells of its allocations."""
 
 MPIRUNS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -27,18 +27,20 @@ MPIRUNS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-"""Rank, size, rank on the machine, ranks of the machine, in the words of each."""
+"""Rank, size, local rank and local size, as each MPI names them."""
 
 
 def read_launcher_env(env: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables as far as this process's launcher allows to say them; empty without a launcher. MASTER_ADDR and
-    MASTER_PORT are missing where mpirun has started ranks on several machines: only MPI can then pass them on."""
+    """Return torchrun's variables for this process; empty without a launcher.
+
+    MASTER_ADDR and MASTER_PORT are missing if mpirun has started ranks on several machines: only MPI can distribute them then.
+    """
     if "RANK" in env and "WORLD_SIZE" in env:
         return {key: env[key] for key in TORCHRUN if key in env}
-    found = _mpirun(env) or _srun(env)
-    if found:
-        found |= {key: env[key] for key in ("MASTER_ADDR", "MASTER_PORT") if key in env}
-    return found
+    variables = _mpirun(env) or _srun(env)
+    if variables:
+        variables |= {key: env[key] for key in ("MASTER_ADDR", "MASTER_PORT") if key in env}
+    return variables
 
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -50,17 +52,17 @@ def _mpirun(env: Mapping[str, str]) -> dict[str, str]:
     if not partial:
         return {}
     names = (complete or partial)[0]
-    found = dict(zip(("RANK", "WORLD_SIZE"), (env[name] for name in names[:2]), strict=True))
+    variables = dict(zip(("RANK", "WORLD_SIZE"), (env[name] for name in names[:2]), strict=True))
     if complete:
-        found |= {"LOCAL_RANK": env[names[2]], "LOCAL_WORLD_SIZE": env[names[3]]}
-    else:  # srun --mpi=pmi2 tells MPI the rank alone; Slurm itself knows the rest
+        variables |= {"LOCAL_RANK": env[names[2]], "LOCAL_WORLD_SIZE": env[names[3]]}
+    else:  # srun --mpi=pmi2 sets only the rank and size for MPI; the rest is in Slurm's variables
         slurm = _srun(env)
-        if slurm and (slurm["RANK"], slurm["WORLD_SIZE"]) == (found["RANK"], found["WORLD_SIZE"]):
+        if slurm and (slurm["RANK"], slurm["WORLD_SIZE"]) == (variables["RANK"], variables["WORLD_SIZE"]):
             return slurm
-    if found.get("LOCAL_WORLD_SIZE") == found["WORLD_SIZE"]:
-        job = env.get("PMIX_NAMESPACE") or f"{os.getppid()}"  # the ranks of one machine have one parent
-        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_of(job))}
-    return found
+    if variables.get("LOCAL_WORLD_SIZE") == variables["WORLD_SIZE"]:
+        job = env.get("PMIX_NAMESPACE") or f"{os.getppid()}"  # all ranks of one machine have the same parent
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_of(job))}
+    return variables
 
 
 def _srun(env: Mapping[str, str]) -> dict[str, str]:
@@ -68,51 +70,51 @@ def _srun(env: Mapping[str, str]) -> dict[str, str]:
     size = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "")
     if not (step.isdigit() and rank.isdigit() and size.isdigit()) or int(step) >= FIRST_SPECIAL_STEP or int(size) < 2:
         return {}
-    found = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": env.get("SLURM_LOCALID", "0")}
+    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": env.get("SLURM_LOCALID", "0")}
     node = env.get("SLURM_NODEID", "0")
-    found["GROUP_RANK"] = node
+    variables["GROUP_RANK"] = node
     counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", ""))
     if int(node) < len(counts):
-        found["LOCAL_WORLD_SIZE"] = str(counts[int(node)])
+        variables["LOCAL_WORLD_SIZE"] = str(counts[int(node)])
     nodes = host_names(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", ""))
     if nodes:
-        found["MASTER_ADDR"] = nodes[0] if len(nodes) > 1 else "127.0.0.1"
-        found["MASTER_PORT"] = str(port_of(f"{env.get('SLURM_JOB_ID', '')}.{step}"))
-    return found
+        variables["MASTER_ADDR"] = nodes[0] if len(nodes) > 1 else "127.0.0.1"
+        variables["MASTER_PORT"] = str(port_of(f"{env.get('SLURM_JOB_ID', '')}.{step}"))
+    return variables
 
 
 def port_of(job: str) -> int:
-    """A port that all ranks of a job agree on without a word."""
+    """Derive a port from the name of the job, the same on all ranks."""
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
-def host_names(written: str) -> list[str]:
-    """Slurm's short form of host names, written out: n[01-03,07],gpu5 are n01 n02 n03 n07 gpu5."""
-    found: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", written):
+def host_names(hostlist: str) -> list[str]:
+    """Expand Slurm's list of hosts: n[01-03,07],gpu5 is n01 n02 n03 n07 gpu5."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hostlist):
         pieces = re.split(r"\[([^\]]*)\]", part.strip())  # text, numbers, text, numbers, ..., text
-        choices = [_numbers(piece, written) if i % 2 else [piece] for i, piece in enumerate(pieces)]
-        found += ["".join(chosen) for chosen in itertools.product(*choices)]
-    return found
+        choices = [_expand_range(piece, hostlist) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+        names += ["".join(combination) for combination in itertools.product(*choices)]
+    return names
 
 
-def _numbers(ranges: str, written: str) -> list[str]:
-    found: list[str] = []
+def _expand_range(ranges: str, hostlist: str) -> list[str]:
+    numbers: list[str] = []
     for piece in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
         if match is None:
-            raise UsageError(f"cannot read the list of hosts '{written}'", where="SLURM_STEP_NODELIST", hint="set MASTER_ADDR")
+            raise UsageError(f"parsing the host list '{hostlist}' failed", where="SLURM_STEP_NODELIST", hint="set MASTER_ADDR")
         first, last = match[1], match[2] or match[1]
-        found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return found
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return numbers
 
 
-def tasks_per_node(written: str) -> list[int]:
-    """Slurm's short form of counts, written out: 2(x3),1 is 2 2 2 1."""
-    found: list[int] = []
-    for piece in written.split(",") if written else []:
+def tasks_per_node(text: str) -> list[int]:
+    """Expand Slurm's list of counts: 2(x3),1 is 2 2 2 1. Return an empty list if it cannot be parsed."""
+    counts: list[int] = []
+    for piece in text.split(",") if text else []:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece.strip())
         if match is None:
             return []
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

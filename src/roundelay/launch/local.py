@@ -1,11 +1,12 @@
-"""Starting learners: alone, as local processes of one command, or where a launcher has put this process.
+"""Local launcher: one process per learner on this machine.
 
-The starting process serves the job's store and no learner, so any learner may die without taking the store along. It
-watches its children: a death is known to the others at once, and the job's exit code is that of its cause.
+The parent process serves the job's store and runs no learner, so the failure of a learner does not affect the store. It reports
+failed children to the other ranks at once and returns the exit code of the first cause.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import struct
@@ -26,11 +27,13 @@ from roundelay.fleet.membership import StoreMembership
 from roundelay.fleet.store import JobStore, connect_store, serve_store
 
 GRACE_S = 9.0
-"""How long survivors of a rendezvous strategy get to leave by themselves."""
+"""Seconds the remaining ranks of a synchronous strategy have to exit after a failure, before they are killed."""
+
+logger = logging.getLogger(__name__)
 
 
 def child_environment(rank: int, size: int, bind_address: str, port: int) -> dict[str, str]:
-    """torchrun's variables for one local learner; the store is served by the parent."""
+    """Return torchrun's variables for one local learner. The parent serves the store."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -44,7 +47,7 @@ def child_environment(rank: int, size: int, bind_address: str, port: int) -> dic
 
 
 class Child(Protocol):
-    """A learner's process, as its parent sees it."""
+    """The process of a learner: a ForkedProcess or a Popen."""
 
     returncode: Any
 
@@ -61,47 +64,49 @@ def start_learners(
     bind_address: str,
     port: int,
     run: Path | None,
-    survives_death: bool,
+    survives_failures: bool,
 ) -> int:
-    """Runs one process per learner with torchrun's variables set; returns the job's exit code.
+    """Run one process per learner with torchrun's variables set; block until all have exited and return the job's exit code.
 
-    Learners are forked from this process, which has imported everything, and call `learn`: starting torch anew takes each of
-    them seconds. Where torch is built for CUDA they are started afresh with `command`, since a GPU does not survive a fork.
+    Learners are forked from this process, where torch is already imported, and call `learn`. If torch is built for CUDA they
+    are started with `command` instead, because CUDA does not survive a fork. SIGINT and SIGTERM are forwarded to all learners.
     """
     if size < 1:
-        raise UsageError(f"{size} learners", where="learners", hint="give at least 1")
-    # forked before the store is served: its threads and sockets must not be in the children, too
-    nest = ForkServer(learn, size, bind_address, run) if torch.version.cuda is None and torch.version.hip is None else None
+        raise UsageError(f"learners must be >= 1 (got {size})", where="learners", hint="set learners to at least 1")
+    # fork before the store starts, so that the children do not inherit its threads and sockets
+    fork_server = (
+        ForkServer(learn, size, bind_address, run) if torch.version.cuda is None and torch.version.hip is None else None
+    )
     children: list[Child] = []
-    heard: list[int] = []
+    signals: list[int] = []
 
-    def pass_on(number: int, frame: Any) -> None:
-        heard.append(number)
+    def forward(number: int, frame: Any) -> None:
+        signals.append(number)
         _signal_all(children, number)
 
-    forward = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
+    previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         server = serve_store(bind_address, port)
         store = JobStore(connect_store(bind_address, server.port, 60.0), "job/0/")
-        if nest is not None and not heard:
-            children += nest.send_out(server.port)
-        for rank in range(size) if nest is None else ():
-            if heard:
+        if fork_server is not None and not signals:
+            children += fork_server.release(server.port)
+        for rank in range(size) if fork_server is None else ():
+            if signals:
                 break
             children.append(_start(command, rank, size, bind_address, server.port, run))
-        if heard and len(children) < size:
+        if signals and len(children) < size:
             return Interrupted.exit_code
-        return _watch(children, StoreMembership(store), run, survives_death)
+        return _wait_for_all(children, StoreMembership(store), run, survives_failures)
     finally:
-        if nest is not None:
-            nest.close()
+        if fork_server is not None:
+            fork_server.close()
         _signal_all(children, signal.SIGKILL)
-        for number, handler in forward.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 class ForkedProcess:
-    """A forked learner."""
+    """A forked learner, with the interface of Popen."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -120,41 +125,45 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Forked learners that wait for the port of the job's store; told none, they leave without a word."""
+    """Fork the learners at once.
+
+    They block on a pipe until the store's port is written; if the pipe closes first, they exit 0.
+    """
 
     PORT = struct.Struct("i")
 
     def __init__(self, learn: Callable[[], int], size: int, bind_address: str, run: Path | None) -> None:
-        self._hear, self._say = os.pipe()
+        self._read_end, self._write_end = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         self.children = []
         for rank in range(size):
             pid = os.fork()
             if pid == 0:
-                self._live(learn, rank, size, bind_address, run)
+                self._run_child(learn, rank, size, bind_address, run)
             self.children.append(ForkedProcess(pid))
-        os.close(self._hear)
+        os.close(self._read_end)
 
-    def send_out(self, port: int) -> list[ForkedProcess]:
-        os.write(self._say, self.PORT.pack(port) * len(self.children))
+    def release(self, port: int) -> list[ForkedProcess]:
+        """Send the port to all children, which start to learn."""
+        os.write(self._write_end, self.PORT.pack(port) * len(self.children))
         return self.children
 
     def close(self) -> None:
-        """Whoever has not been told a port goes home."""
-        os.close(self._say)
+        """Close the pipe. Children that have not received a port exit."""
+        os.close(self._write_end)
 
-    def _live(self, learn: Callable[[], int], rank: int, size: int, bind_address: str, run: Path | None) -> NoReturn:
-        """A child's whole life: it never returns into its parent's code."""
+    def _run_child(self, learn: Callable[[], int], rank: int, size: int, bind_address: str, run: Path | None) -> NoReturn:
+        """Run a child to its exit. Never returns into the code of the parent."""
         code = 1
         try:
-            os.close(self._say)
+            os.close(self._write_end)
             os.setsid()
-            told = os.read(self._hear, self.PORT.size)
-            if not told:
+            message = os.read(self._read_end, self.PORT.size)
+            if not message:
                 os._exit(0)
-            Path("/proc/self/comm").write_text(f"learner-{rank}")  # what ps and top show
-            os.environ |= child_environment(rank, size, bind_address, *self.PORT.unpack(told))
+            Path("/proc/self/comm").write_text(f"learner-{rank}")  # shown by ps and top
+            os.environ |= child_environment(rank, size, bind_address, *self.PORT.unpack(message))
             if rank > 0 and run is not None:
                 with _open_log(run, rank) as log:
                     os.dup2(log.fileno(), 1)
@@ -181,7 +190,7 @@ def _start(
 
 def _open_log(run: Path, rank: int) -> TextIO:
     (run / "log").mkdir(parents=True, exist_ok=True)
-    return open(_log(run, rank), "w")
+    return open(_log_path(run, rank), "w")
 
 
 def _signal_all(children: Sequence[Child], number: int) -> None:
@@ -190,8 +199,8 @@ def _signal_all(children: Sequence[Child], number: int) -> None:
             child.send_signal(number)
 
 
-def _watch(children: Sequence[Child], membership: StoreMembership, run: Path | None, survives_death: bool) -> int:
-    """Waits for all; the first failure that is not merely the echo of another decides the exit code."""
+def _wait_for_all(children: Sequence[Child], membership: StoreMembership, run: Path | None, survives_failures: bool) -> int:
+    """Wait until all children have exited and return the exit code of the first failure, not of its consequences."""
     codes: dict[int, int] = {}
     deadline: float | None = None
     cause: int | None = None
@@ -205,18 +214,18 @@ def _watch(children: Sequence[Child], membership: StoreMembership, run: Path | N
                 continue
             if code < 0:
                 membership.report(rank, f"killed by signal {signal.Signals(-code).name}")
-            elif code != 130 and (survives_death or code != 4):
+            elif code != 130 and (survives_failures or code != 4):
                 membership.report(rank, f"ended with exit code {code}")
-            _show_log(run, rank, code)
+            _log_exit(run, rank, code)
             killed = code < 0
-            # 4: one that cannot go on without the dead, such as another member of its machine; the rest can
-            if not (survives_death and (killed or code == 4)):
+            # exit code 4: a rank that cannot continue without the failed one, such as another rank of its machine
+            if not (survives_failures and (killed or code == 4)):
                 if cause is None or cause == 4:
                     cause = 4 if killed else code
                 deadline = deadline or time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             for rank in sorted(set(range(len(children))) - set(codes) - stopped):
-                print(f"roundelay: rank {rank} did not leave by itself and is stopped", file=sys.stderr)
+                logger.warning("rank %d did not exit within %.0f s and is killed", rank, GRACE_S)
                 stopped.add(rank)
             _signal_all(children, signal.SIGKILL)
         time.sleep(0.02)
@@ -228,23 +237,23 @@ def _watch(children: Sequence[Child], membership: StoreMembership, run: Path | N
 
 
 def _relay_result(run: Path, rank: int) -> None:
-    """Rank 0, which speaks to the person, is lost: the run's metrics stand at the end of another one's file."""
-    lines = _log(run, rank).read_text(errors="replace").splitlines()
+    """Rank 0, which prints the result, has failed: print the last line of another rank's output instead."""
+    lines = _log_path(run, rank).read_text(errors="replace").splitlines()
     if lines:
-        print(lines[-1], flush=True)
+        sys.stdout.write(lines[-1] + "\n")
+        sys.stdout.flush()
 
 
-def _log(run: Path, rank: int) -> Path:
+def _log_path(run: Path, rank: int) -> Path:
     return run / "log" / f"rank-{rank:03d}.out"
 
 
-def _show_log(run: Path | None, rank: int, code: int) -> None:
-    """The last words of a rank whose output went to a file."""
+def _log_exit(run: Path | None, rank: int, code: int) -> None:
+    """Log the exit code of a rank, and the last lines of its output if that went to a file."""
     if rank == 0 or run is None:
-        print(f"roundelay: rank {rank} ended with {code}", file=sys.stderr)
+        logger.warning("rank %d ended with exit code %d", rank, code)
         return
-    path = _log(run, rank)
+    path = _log_path(run, rank)
     lines = path.read_text(errors="replace").strip().splitlines()[-8:] if path.exists() else []
-    print(f"roundelay: rank {rank} ended with {code}; its last lines ({path}):", file=sys.stderr)
-    for line in lines or ["(nothing)"]:
-        print(f"  | {line}", file=sys.stderr)
+    tail = "\n".join(f"  | {line}" for line in lines or ["(no output)"])
+    logger.warning("rank %d ended with exit code %d; last lines of %s:\n%s", rank, code, path, tail)

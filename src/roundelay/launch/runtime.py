@@ -1,4 +1,4 @@
-"""The real host: the operating system's clock, torch's dice, threads."""
+"""Runtime of real jobs: the system's clock, torch's RNG, threads."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ C = TypeVar("C")
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process, all its threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    """Return the CPU seconds of this process and all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 class SystemRuntime:
-    """The machine this process runs on."""
+    """Implements `roundelay.core.contracts.Runtime` on the machine this process runs on."""
 
     clock = staticmethod(time.perf_counter)
 
@@ -60,9 +60,9 @@ class SystemRuntime:
         return loss
 
     def prefetch(
-        self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int
+        self, leases: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int
     ) -> PrefetchLoader[C]:
-        return PrefetchLoader(claims, prepare, workers=loaders)
+        return PrefetchLoader(leases, prepare, workers=loaders)
 
     def start_periodic(self, poll: Callable[[], None], on_failure: Callable[[], None], every_s: float) -> Callable[[], None]:
         stop = threading.Event()
@@ -71,7 +71,7 @@ class SystemRuntime:
             while not stop.wait(every_s):
                 poll()
 
-        thread = threading.Thread(target=run, name="watchdog", daemon=True)
+        thread = threading.Thread(target=run, name="heartbeat", daemon=True)
         thread.start()
 
         def end() -> None:

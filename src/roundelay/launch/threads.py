@@ -1,4 +1,4 @@
-"""Learners as threads of this process."""
+"""Run learners as threads of this process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from roundelay.launch.context import single_process_context
 
 
 def run_threads(job: Callable[..., Any], *args: Any, size: int, simulate_nodes: int = 0, timeout_s: float = 60.0) -> list[Any]:
-    """The same for threads of this process."""
+    """Call job(context, *args) on `size` threads, each with the context of one rank; return the results by rank.
+
+    Raises the first error of a rank. PeerLost of other ranks counts as its consequence. A job that exceeds `timeout_s` is
+    abandoned.
+    """
     threads = ThreadGroup(size, timeout_s=timeout_s)
     results: list[Any] = [None] * size
-    problems: list[str] = []
-    mistakes: list[RoundelayError] = []
+    tracebacks: list[str] = []
+    causes: list[RoundelayError] = []
 
     def learner(rank: int) -> None:
         try:
@@ -28,9 +32,9 @@ def run_threads(job: Callable[..., Any], *args: Any, size: int, simulate_nodes: 
             finally:
                 context.close()
         except BaseException as error:
-            problems.append(f"rank {rank}: {traceback.format_exc()}")
+            tracebacks.append(f"rank {rank}: {traceback.format_exc()}")
             if isinstance(error, RoundelayError) and not isinstance(error, PeerLost):
-                mistakes.append(error)
+                causes.append(error)
             threads.fail(rank, str(error))
 
     running = [threading.Thread(target=learner, args=(rank,), daemon=True) for rank in range(size)]
@@ -39,10 +43,10 @@ def run_threads(job: Callable[..., Any], *args: Any, size: int, simulate_nodes: 
     deadline = time.monotonic() + timeout_s
     for thread in running:
         thread.join(max(0.0, deadline - time.monotonic()))
-    if any(thread.is_alive() for thread in running) and not problems:
-        problems.append(f"not over in {timeout_s:.0f} s")
-    if mistakes:
-        raise mistakes[0]  # the cause, in its own words; the others' losses are its echo
-    if problems:
-        raise PeerLost(f"a job failed: {problems[0]}", where="backend threads")
+    if any(thread.is_alive() for thread in running) and not tracebacks:
+        tracebacks.append(f"not finished within {timeout_s:.0f} s")
+    if causes:
+        raise causes[0]
+    if tracebacks:
+        raise PeerLost(f"a thread failed: {tracebacks[0]}", where="backend threads")
     return results

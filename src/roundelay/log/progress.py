@@ -1,9 +1,9 @@
-"""Progress for people: a live line on a terminal, one plain line a minute in files, nothing where nobody looks.
+"""Progress bars for stages that take long, in one of four modes.
 
-rich    a terminal that can move its cursor: what is done, a bar, the rate, the time left
-plain   a file, a pipe, TERM=dumb: the same in words, once a minute
-none    silence
-auto    rich or plain, by what the stream is; NO_COLOR takes colours away, the width of the terminal is kept
+rich    a terminal that can move its cursor: a bar with percentage, count, rate and remaining time
+plain   a file, a pipe or TERM=dumb: the same numbers as one line per minute
+none    no output
+auto    rich or plain, depending on the stream; NO_COLOR disables colors, and lines fit the terminal
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 PLAIN_EVERY_S = 60.0
 LIVE_EVERY_S = 0.25
 NARROW = 76
-"""Columns below which the bar makes room for the metrics."""
+"""Width in columns below which the bar is left out."""
 
 
-def select_mode(kind: str, stream: Any) -> str:
-    """rich, plain or none."""
-    if kind != "auto":
-        return kind
+def select_mode(mode: str, stream: Any) -> str:
+    """Return rich, plain or none; auto selects rich or plain by the stream."""
+    if mode != "auto":
+        return mode
     return "rich" if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown") else "plain"
 
 
-def columns(stream: Any) -> int:
-    """The width of a terminal; 0: no terminal, lines may be as long as they are."""
+def terminal_width(stream: Any) -> int:
+    """Return the columns of a terminal, or 0 if the stream is not a terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError):
@@ -37,17 +37,17 @@ def columns(stream: Any) -> int:
 
 
 def make_console(stream: Any) -> Any:
-    """rich's, as wide as the terminal, without colours where they are not wanted."""
+    """Create a rich console with the width of the terminal. NO_COLOR disables its colors."""
     from rich.console import Console
 
-    width = columns(stream) or None
+    width = terminal_width(stream) or None
     if os.environ.get("NO_COLOR"):
         return Console(file=stream, width=width, color_system=None, force_terminal=True, highlight=False)
     return Console(file=stream, width=width, force_terminal=True, highlight=False)
 
 
-def wrapped(text: str, width: int) -> str:
-    """Lines no longer than the terminal, continued under their own indent."""
+def wrap(text: str, width: int) -> str:
+    """Wrap every line at `width` columns and indent the continuations. Width 0 leaves the text unchanged."""
     if width <= 0:
         return text
     lines = []
@@ -59,13 +59,18 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
+def write_line(text: str, stream: Any) -> None:
+    """Print text to a stream, wrapped to the width of the terminal."""
+    print(wrap(text, terminal_width(stream)), file=stream, flush=True)
+
+
 def say(text: str) -> None:
-    """A line for the person who watches, on standard error."""
-    print(wrapped(text, columns(sys.stderr)), file=sys.stderr, flush=True)
+    """Print text on stderr, wrapped to the width of the terminal."""
+    write_line(text, sys.stderr)
 
 
 def format_duration(seconds: float) -> str:
-    """0:07, 12:30, 3:02:11; a dash where nobody can tell."""
+    """Format seconds as 0:07, 12:30 or 3:02:11; a dash if they are negative or infinite."""
     if not math.isfinite(seconds) or seconds < 0:
         return "–"
     whole = round(seconds)
@@ -74,54 +79,57 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(value: float) -> str:
-    """A rate in few digits: 1,234 or 12 or 0.31."""
+    """Format a rate with few digits, such as 1,234 or 12 or 0.31."""
     return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2g}"
 
 
 class ProgressRate:
-    """How fast something goes, and how long the rest of it takes."""
+    """Estimate the rate and the remaining time of a stage from its first and its latest count."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
         self.done = self.total = 0
         self._now = 0.0
 
-    def at(self, done: int, total: int, now: float) -> None:
+    def update(self, done: int, total: int, now: float) -> None:
+        """Set the latest count. The first call also starts the clock, so a resumed run need not start at 0."""
         if self._first is None:
             self._first = (done, now)
         self.done, self.total, self._now = done, total, now
 
     @property
     def rate(self) -> float:
-        """Per second, since the first look."""
+        """Items per second since the first update."""
         if self._first is None or self._now <= self._first[1]:
             return 0.0
         return (self.done - self._first[0]) / (self._now - self._first[1])
 
     @property
-    def left_s(self) -> float:
+    def eta_s(self) -> float:
+        """Remaining seconds; infinite as long as the rate is 0."""
         return (self.total - self.done) / self.rate if self.rate > 0 else math.inf
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         return self.done / max(self.total, 1)
 
 
 class Progress:
-    """One stage: `what` is going on, so many `unit` of it.
+    """Progress of one stage.
 
-    with Progress("features", "utterances") as shown:
-        shown.step(done, total)
+    with Progress("features", "utterances") as progress:
+        progress.step(done, total)
     """
 
-    def __init__(self, what: str = "", unit: str = "", kind: str = "auto", stream: Any = None) -> None:
-        self.what, self.unit = what, unit
+    def __init__(self, description: str = "", unit: str = "", mode: str = "auto", stream: Any = None) -> None:
+        self.description, self.unit = description, unit
         self._stream = stream or sys.stderr
-        self.kind = select_mode(kind, self._stream)
-        self._live: Any = None
-        self._pace = ProgressRate()
-        self._pace.at(0, 0, time.monotonic())
-        self._shown = time.monotonic() - (LIVE_EVERY_S if self.kind == "rich" else 0.0)
+        self.mode = select_mode(mode, self._stream)
+        self._display: Any = None
+        self._task: Any = None
+        self._rate = ProgressRate()
+        self._rate.update(0, 0, time.monotonic())
+        self._updated = time.monotonic() - (LIVE_EVERY_S if self.mode == "rich" else 0.0)
 
     def __enter__(self) -> Progress:
         return self
@@ -130,56 +138,56 @@ class Progress:
         self.close()
 
     def line(self, text: str) -> None:
-        """A line that stays."""
-        if self.kind == "none":
+        """Print a line that stays, above the bar if there is one."""
+        if self.mode == "none":
             return
-        if self._live is not None:
-            self._live.console.print(text, markup=False)
+        if self._display is not None:
+            self._display.console.print(text, markup=False)
         else:
-            print(wrapped(text, columns(self._stream)), file=self._stream, flush=True)
+            write_line(text, self._stream)
 
     def step(self, done: int, total: int, note: str = "") -> None:
-        """Where the stage stands: cheap enough to be called for every item."""
+        """Set the number of finished items. Most calls only read the clock, so call it for every item."""
         now = time.monotonic()
-        if self.kind == "none" or now - self._shown < (LIVE_EVERY_S if self.kind == "rich" else PLAIN_EVERY_S):
+        if self.mode == "none" or now - self._updated < (LIVE_EVERY_S if self.mode == "rich" else PLAIN_EVERY_S):
             return
-        self._shown = now
-        self._pace.at(done, total, now)
-        if self.kind == "rich":
-            self._draw(note)
+        self._updated = now
+        self._rate.update(done, total, now)
+        if self.mode == "rich":
+            self._refresh(note)
         else:
-            self.line(f"{self.what}: {100 * self._pace.share:.0f} %, " + self._figures(note))
+            self.line(f"{self.description}: {100 * self._rate.fraction:.0f} %, " + self._status(note))
 
-    def _figures(self, note: str) -> str:
-        pace = self._pace
-        said = (
-            f"{pace.done:,} of {pace.total:,} {self.unit}".rstrip()
-            + f", {format_rate(pace.rate)}/s, {format_duration(pace.left_s)} left"
+    def _status(self, note: str) -> str:
+        rate = self._rate
+        count = f"{rate.done:,} of {rate.total:,} {self.unit}".rstrip()
+        status = f"{count}, {format_rate(rate.rate)}/s, {format_duration(rate.eta_s)} left"
+        return f"{status}, {note}" if note else status
+
+    def _refresh(self, note: str) -> None:
+        if self._display is None:
+            self._start()
+        self._display.update(
+            self._task, completed=self._rate.done, total=self._rate.total, status=self._status(note), refresh=True
         )
-        return f"{said}, {note}" if note else said
 
-    def _draw(self, note: str) -> None:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
+    def _start(self) -> None:
+        from rich import progress
+        from rich.table import Column
 
-        if self._live is None:
-            from rich.live import Live
-
-            self._live = Live(console=make_console(self._stream), auto_refresh=False, transient=True)
-            self._live.start()
-        row = Table.grid(padding=(0, 1))
-        cells: list[Any] = [Text(self.what, "bold"), ProgressBar(self._pace.total, self._pace.done, width=20)]
-        if self._live.console.width < NARROW:
-            cells = cells[:1]
-        row.add_row(
-            *cells,
-            Text(f"{100 * self._pace.share:3.0f} %", "cyan"),
-            Text(self._figures(note), no_wrap=True, overflow="ellipsis"),
-        )
-        self._live.update(row, refresh=True)
+        console = make_console(self._stream)
+        columns: list[Any] = [progress.TextColumn("{task.description}", style="bold", markup=False)]
+        if console.width >= NARROW:
+            columns.append(progress.BarColumn(bar_width=20))
+        columns.append(progress.TextColumn("{task.percentage:3.0f} %", style="cyan", markup=False))
+        status = Column(no_wrap=True, overflow="ellipsis")
+        columns.append(progress.TextColumn("{task.fields[status]}", markup=False, table_column=status))
+        self._display = progress.Progress(*columns, console=console, auto_refresh=False, transient=True)
+        self._task = self._display.add_task(self.description, total=None, status="")
+        self._display.start()
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Remove the bar."""
+        if self._display is not None:
+            self._display.stop()
+            self._display = None

@@ -1,20 +1,21 @@
-"""TensorBoard files of a run, in `tensorboard/` of its directory: the run's metrics against global samples.
+"""TensorBoard files of a run, in `tensorboard/` of its directory. All scalars are plotted against global samples.
 
-    train/loss  train/lr        of the writing learner        valid/NAME    every held-out figure of the average model
-    time/KIND                     share of its time by kind     spread/…      how far apart the learners are
-    speed/samples_per_s           of all learners together      staleness/mean
+    train/loss  train/lr        of the learner that writes      valid/NAME        evaluation metrics of the average model
+    time/KIND                   its time by kind, as fractions  spread/…          distance between the learners' models
+    speed/samples_per_s         of all learners together        staleness/mean    mean staleness of its gradients
 
-The first living learner writes, whenever it writes its events. The records are tensorboard's own, written without its
-file system layer: that one would import tensorflow where it is installed.
+The lowest live rank writes whenever it writes its events. TensorBoard is an optional dependency: without it a warning is logged
+once and nothing is written.
 """
 
 from __future__ import annotations
 
-import os
-import socket
+import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,104 +23,128 @@ if TYPE_CHECKING:
     from roundelay.engine.learner import Learner
 
 FOLDER = "tensorboard"
+FLUSH_S = 10
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def summary_writer_class() -> Any:
+    """Import and return torch's SummaryWriter; None, after one warning, if TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.warning("TensorBoard files are not written: install roundelay[tensorboard], or set tensorboard=false")
+        return None
+    _report_write_errors_briefly()
+    return SummaryWriter
+
+
+def _report_write_errors_briefly() -> None:
+    """Replace the traceback of TensorBoard's writer thread by a warning: a full disk ends these files, not the run."""
+    previous = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard."):
+            logger.warning("TensorBoard files are no longer written: %s", args.exc_value)
+        else:
+            previous(args)
+
+    threading.excepthook = hook
 
 
 class ScalarWriter:
-    """A file of scalars; opened at the first one. Nothing is written without a folder."""
+    """Write scalars to one TensorBoard file, opened by `open` or the first scalar. Without a folder, do nothing.
+
+    first   global samples at which this run starts; later records of an earlier run in the same folder are hidden
+    now     returns the time stamped on records; virtual time in a simulation
+    """
 
     def __init__(self, folder: Path | None, first: int = 0, now: Callable[[], float] = time.time) -> None:
         self._folder, self._first, self._now = folder, first, now
         self._writer: Any = None
-        self._file: Any = None
 
     def open(self) -> None:
-        """Also imports what writing takes: half a second that should not fall into training."""
+        """Import TensorBoard and create the file. It takes about a second, so call it before training starts."""
         if self._folder is None or self._writer is not None:
             return
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = open(self._folder / name, "ab", buffering=1 << 16)  # noqa: SIM115 - open as long as the run
-        self._writer = RecordWriter(self._file)
-        self._write(Event(wall_time=self._now(), file_version="brain.Event:2"))
-        # what an earlier run wrote beyond the checkpoint that this one goes on from is not shown
-        self._write(Event(wall_time=self._now(), step=self._first, session_log=SessionLog(status=SessionLog.START)))
-
-    def _write(self, event: Any) -> None:
-        self._writer.write(event.SerializeToString())
+        summary_writer = summary_writer_class()
+        if summary_writer is None:
+            self._folder = None
+            return
+        self._writer = summary_writer(str(self._folder), purge_step=self._first, flush_secs=FLUSH_S)
 
     def scalars(self, position: int, values: Mapping[str, float | None]) -> None:
-        """Metrics at this many global samples, now."""
-        known = {tag: float(value) for tag, value in values.items() if value is not None}
-        if self._folder is None or not known:
+        """Write the values that are not None at `position` global samples. A disk that is full ends the file silently."""
+        scalars = {tag: float(value) for tag, value in values.items() if value is not None}
+        if self._folder is None or not scalars:
             return
         self.open()
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()])
-        with suppress(OSError):  # a full disk stops the metrics, not the run
-            self._write(Event(wall_time=self._now(), step=position, summary=summary))
-            self._file.flush()
+        if self._writer is None:
+            return
+        walltime = self._now()
+        try:
+            for tag, value in scalars.items():
+                self._writer.add_scalar(tag, value, position, walltime=walltime)
+        except OSError:
+            self.close()
 
     def close(self) -> None:
+        """Flush and close the file. Later scalars are dropped."""
         if self._writer is not None:
             with suppress(OSError):
                 self._writer.close()
-            self._writer = None
-            self._folder = None
+        self._writer = self._folder = None
 
 
 class TensorBoardLogger:
-    """Puts one learner's metrics on the board while it is the first of the living."""
+    """Write one learner's metrics while it is the lowest live rank."""
 
     def __init__(self, learner: Learner, folder: Path | None) -> None:
         self._learner, self._folder, self._clock = learner, folder, learner.context.runtime.clock
-        self._board: ScalarWriter | None = None
-        self._before: tuple[float, int] | None = None
+        self._writer: ScalarWriter | None = None
+        self._previous: tuple[float, int] | None = None
 
     def start(self, first: int) -> None:
-        """`first`: the global samples that the run begins at."""
+        """Subscribe to the learner's metrics. `first`: global samples at which the run starts."""
         if self._folder is None:
             return
-        self._board = ScalarWriter(self._folder, first, self._learner.events.now)
-        self._before = (self._clock(), first)
+        self._writer = ScalarWriter(self._folder, first, self._learner.events.now)
+        self._previous = (self._clock(), first)
         self._learner.recorder.on_record = self.record
         if self._learner.rank == 0:
-            self._board.open()
+            self._writer.open()
 
-    def _writes(self) -> bool:
-        return self._board is not None and self._learner.rank == min(self._learner.job.live_ranks())
+    def _is_lowest_live_rank(self) -> bool:
+        return self._learner.rank == min(self._learner.job.live_ranks())
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """What a learner has just written to the events."""
-        now = (self._clock(), self._learner.position)
-        before, self._before = self._before, now
-        if self._board is None or before is None or not self._writes():
+        """Write the metrics of one `steps` event."""
+        current = (self._clock(), self._learner.position)
+        previous, self._previous = self._previous, current
+        if self._writer is None or previous is None or not self._is_lowest_live_rank():
             return
-        elapsed, stale = max(metrics["elapsed_s"], 1e-9), metrics["staleness"]
-        updates = sum(stale.values())
-        self._board.scalars(
-            now[1],
+        elapsed, staleness = max(metrics["elapsed_s"], 1e-9), metrics["staleness"]
+        updates = sum(staleness.values())
+        self._writer.scalars(
+            current[1],
             {
                 "train/loss": metrics["loss"],
                 "train/lr": metrics["lr"],
-                "speed/samples_per_s": max(now[1] - before[1], 0) / max(now[0] - before[0], 1e-9),
+                "speed/samples_per_s": max(current[1] - previous[1], 0) / max(current[0] - previous[0], 1e-9),
                 **{f"time/{kind}": metrics["seconds"].get(kind, 0.0) / elapsed for kind in ("data", "compute", "comm")},
-                "staleness/mean": sum(int(k) * v for k, v in stale.items()) / updates if updates else None,
+                "staleness/mean": sum(int(k) * v for k, v in staleness.items()) / updates if updates else None,
                 "spread/pair_distance": metrics.get("pair_distance"),
             },
         )
 
     def on_evaluation(self, result: Mapping[str, Any]) -> None:
-        """An evaluation of the average model."""
-        if self._board is not None and self._writes():
+        """Write the metrics of one `evaluation` event."""
+        if self._writer is not None and self._is_lowest_live_rank():
             values = {f"valid/{name}": value for name, value in result["metrics"].items()}
-            more = {"spread/learners": result.get("spread"), "spread/effective_rate": result.get("effective_rate")}
-            self._board.scalars(result["position"], values | more)
+            spread = {"spread/learners": result.get("spread"), "spread/effective_rate": result.get("effective_rate")}
+            self._writer.scalars(result["position"], values | spread)
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
+        if self._writer is not None:
+            self._writer.close()

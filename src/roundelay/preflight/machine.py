@@ -15,7 +15,7 @@ from pathlib import Path
 from roundelay import config
 from roundelay.errors import DataError, PeerLost, UsageError
 from roundelay.fleet.store import JobStore, connect_store, serve_store
-from roundelay.launch.context import choose_device, host_towards
+from roundelay.launch.context import choose_device, local_address_towards
 from roundelay.version import __version__
 
 LEAST_DISK_GB, LEAST_MEMORY_GB, LEAST_SHM_MB = 1.0, 1.0, 64.0
@@ -145,7 +145,7 @@ def interfaces() -> str:
 
 
 def look_at_address(host: str, towards: str, port: int) -> CheckResult:
-    address = host_towards(towards, port) if host == "auto" else host
+    address = local_address_towards(towards, port) if host == "auto" else host
     try:
         with socket.create_server((address, 0)):
             pass

@@ -20,7 +20,7 @@ import numpy as np
 from roundelay import config
 from roundelay.core.process_map import process_map
 from roundelay.data import writer
-from roundelay.data.archive import IGNORE, INDEX, About, Archive, Layout, encode
+from roundelay.data.archive import IGNORE, INDEX, Archive, ArchiveMetadata, Layout, encode
 from roundelay.errors import DataError, UsageError, did_you_mean
 from roundelay.speech.features import windows
 from roundelay.speech.features.feature_store import ConcatFeatures, FeatureStore, from_spec
@@ -103,10 +103,10 @@ class PackSource:
         """The shuffle of everything."""
         return np.random.default_rng([self.packing.seed, DICE]).permutation(self.samples)
 
-    def about(self) -> About:
+    def about(self) -> ArchiveMetadata:
         told = configuration(self.features, self.targets)
         source = {"features": self.packing.features, "alignments": self.packing.alignments, "examples": self.packing.examples}
-        return About(self.layout, self.packing.seed, self.block, told, self.targets.num_pdfs, source=source)
+        return ArchiveMetadata(self.layout, self.packing.seed, self.block, told, self.targets.num_pdfs, source=source)
 
     def expected_bytes(self) -> float:
         """About what the archive will take."""
@@ -121,13 +121,13 @@ class PackSource:
             + samples * (16 + 8 * layout.dim * layout.compressed)
         )
 
-    def encoded(self, number: int) -> writer.Encoded:
+    def encoded(self, number: int) -> writer.EncodedBlock:
         """One block."""
         chosen = self.order[number * self.block : (number + 1) * self.block]
         made = [self._example(int(one)) for one in chosen]
         values, ranges, targets, repeated = (list(part) for part in zip(*made, strict=True))
         data, frames = encode(self.layout, chosen, np.array(repeated), values, ranges, targets)
-        return writer.Encoded(data, len(chosen), frames, int(sum((t != IGNORE).sum() for t in targets)))
+        return writer.EncodedBlock(data, len(chosen), frames, int(sum((t != IGNORE).sum() for t in targets)))
 
     def _example(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int]]:
         window = number % len(self.windows)
@@ -173,7 +173,7 @@ def configuration(features: Any, targets: Alignments) -> dict[str, Any]:
 _sources: dict[Packing, PackSource] = {}
 
 
-def _block(packing: Packing, number: int) -> writer.Encoded:
+def _block(packing: Packing, number: int) -> writer.EncodedBlock:
     if packing not in _sources:
         _sources.clear()
         _sources[packing] = PackSource(packing)
@@ -192,7 +192,7 @@ def pack(
     """Packs; returns the archive. Size and rate are said at the end."""
     began = time.monotonic()
     source = PackSource(packing)
-    writer.require_room(folder, source.expected_bytes())
+    writer.require_free_space(folder, source.expected_bytes())
     numbers = range(-(-source.samples // source.block))
     made = process_map(partial(_block, packing), numbers, jobs=jobs, progress=progress, chunk=2)
     try:
@@ -201,12 +201,12 @@ def pack(
         made.close()  # type: ignore[attr-defined]
         _sources.clear()
     seconds = max(time.monotonic() - began, 1e-9)
-    size = sum(shard["bytes"] for shard in archive.about.shards)
-    hours = archive.about.counted / 360_000
+    size = sum(shard["bytes"] for shard in archive.metadata.shards)
+    hours = archive.metadata.counted / 360_000
     say(
-        f"{folder}: {len(archive):,} {packing.examples}, {archive.about.counted:,} frames ({hours:.2f} h), "
-        f"{len(archive.about.shards)} shards, {size / 1e6:.1f} MB ({size / max(archive.about.counted, 1):.0f} bytes a frame), "
-        f"{seconds:.1f} s, {archive.about.counted / seconds:,.0f} frames/s"
+        f"{folder}: {len(archive):,} {packing.examples}, {archive.metadata.counted:,} frames ({hours:.2f} h), "
+        f"{len(archive.metadata.shards)} shards, {size / 1e6:.1f} MB ({size / max(archive.metadata.counted, 1):.0f} bytes a frame), "
+        f"{seconds:.1f} s, {archive.metadata.counted / seconds:,.0f} frames/s"
     )
     return archive
 
@@ -243,7 +243,7 @@ def packing_of(run: Path, told: dict[str, Any]) -> Packing:
 
 def describe(archive: Archive) -> dict[str, Any]:
     """The metrics of an archive, for people and programs."""
-    about = archive.about
+    about = archive.metadata
     size = sum(shard["bytes"] for shard in about.shards)
     return {
         "folder": str(archive.folder), "examples": about.examples, "frames": about.counted, "shards": len(about.shards),

@@ -49,7 +49,7 @@ class PackedTask(FrameTask):
     @property
     def frames_per_sample(self) -> float:
         """Frames that count in an example, on average."""
-        return self.examples.archive.about.counted / len(self.examples)
+        return self.examples.archive.metadata.counted / len(self.examples)
 
     def batch(self, epoch: int, start: int, stop: int) -> Any:
         made = self.examples.batch(epoch, start, stop)

@@ -10,7 +10,7 @@ from roundelay.errors import DataError
 from roundelay.speech.hmm.viterbi import Array
 
 if TYPE_CHECKING:
-    from roundelay.speech.corpora.data_dir import Corpus, Utterance
+    from roundelay.speech.corpora.kaldi_dir import Corpus, Utterance
     from roundelay.speech.hmm.lexicon import Lexicon
 
 OnMissing = Literal["error", "skip"]
