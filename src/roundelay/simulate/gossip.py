@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from roundelay.comm.gossip.thread import MAX_OWED, DISTANCE_SAMPLE
+from roundelay.comm.gossip.thread import DISTANCE_SAMPLE, MAX_OWED
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching
 from roundelay.simulate.job import SimulatedJob
