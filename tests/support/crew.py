@@ -41,7 +41,7 @@ class Crew:
             self._pools[by_mpi] = (MpiPool(SIZE) if by_mpi else ProcessPool(SIZE)).__enter__()
             self._pools[by_mpi].run(warm_up, timeout_s=4 * TIMEOUT_S)  # imports may be slow
         pool = self._pools[by_mpi]
-        pool.wire = backend
+        pool.backend = backend
         try:
             return pool.run(job, *args, size=size, simulate_nodes=simulate_nodes, timeout_s=TIMEOUT_S)
         except BaseException:

@@ -25,7 +25,7 @@ class ProcessPool:
     """`size` processes; `run(job, size=n)` calls job(context, *args) on n of them and returns their results by rank."""
 
     def __init__(self, size: int, backend: str = "auto", simulate_nodes: Sequence[str] | None = None) -> None:
-        self.size, self.wire = size, backend
+        self.size, self.backend = size, backend
         self.simulate_nodes = list(simulate_nodes or ["here"] * size)
         self._server = serve_store("127.0.0.1")
         self._numbers = itertools.count()
@@ -60,7 +60,7 @@ class ProcessPool:
         size = size or self.size
         number = next(self._numbers)
         for rank in range(size):
-            self._members[rank][1].send((job, args, number, size, self.wire, simulate_nodes))
+            self._members[rank][1].send((job, args, number, size, self.backend, simulate_nodes))
         results: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         pipes: dict[Any, int] = {self._members[rank][1]: rank for rank in range(size)}
@@ -72,7 +72,7 @@ class ProcessPool:
                 late = sorted(set(range(size)) - set(results))
                 raise PeerLost(
                     failure or f"job {number} did not end in {timeout_s:.0f} s",
-                    where=f"ranks {late} of {size}, backend {self.wire}",
+                    where=f"ranks {late} of {size}, backend {self.backend}",
                 )
             pipe: Any
             for pipe in ready:
@@ -85,7 +85,7 @@ class ProcessPool:
                     failure = f"rank {rank}: {problem}"
                     deadline = min(deadline, time.monotonic() + 15.0)
         if failure is not None:
-            raise PeerLost(f"a job failed: {failure}", where=f"backend {self.wire}")
+            raise PeerLost(f"a job failed: {failure}", where=f"backend {self.backend}")
         return [results[rank] for rank in range(size)]
 
 
