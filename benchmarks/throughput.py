@@ -79,7 +79,7 @@ def measure(pool: ProcessPool, names: list[str], batch: int, case: str, rounds: 
     entries = [ENTRIES[name] for name in names]
     for number in range(rounds):
         limit = 120 + 3 * seconds * len(names)
-        learners = pool.run(contest, entries, Blstm(), batch, CASES[case], seconds, pool.wire, size=2, timeout_s=limit)
+        learners = pool.run(contest, entries, Blstm(), batch, CASES[case], seconds, pool.backend, size=2, timeout_s=limit)
         for name in names:
             own = [metrics[name] for metrics in learners]
             rate, steps = sum(x["samples_per_s"] for x in own), sum(x["steps"] for x in own)
