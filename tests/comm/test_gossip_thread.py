@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from roundelay.comm.gossip.thread import GossipThread
@@ -62,12 +63,7 @@ def test_an_error_of_the_thread_is_raised_in_the_caller() -> None:
     pair.on_lookup = lambda: 1 / 0
     thread.start()
     thread.gossip(pair, 1.0)
-    try:
-        thread.drain_to(3)
+    thread.drain_to(3)
+    with pytest.raises(RuntimeError, match="the gossip thread of rank 0 failed: division by zero"):
         thread.raise_if_failed()
-    except RuntimeError as error:
-        assert "the gossip thread of rank 0 failed: division by zero" in str(error)
-    else:
-        raise AssertionError("no error was raised")
-    finally:
-        thread.close()
+    thread.close()

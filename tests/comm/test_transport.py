@@ -165,3 +165,11 @@ def test_a_handshake_returns_the_rank() -> None:
                 assert accept_handshake(sock, TOKEN) == rank
         with connect(address, 7, b"x" * 16, 5.0), listener.accept()[0] as sock, pytest.raises(ConnectionClosed, match="token"):
             accept_handshake(sock, TOKEN)
+
+
+def test_a_listener_is_reachable_at_its_address_only() -> None:
+    with listen("127.0.0.2") as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection(("127.0.0.2", port), timeout=5).close()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port), timeout=5)

@@ -21,7 +21,7 @@ def test_results_come_in_the_order_of_the_items(jobs: int) -> None:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_exception_of_the_function_is_raised(jobs: int) -> None:
-    with pytest.raises(ValueError, match="math domain|nonnegative"):
+    with pytest.raises(ValueError, match=r"math domain|nonnegative"):
         list(process_map(math.sqrt, [1, 4, -1, 9], jobs=jobs, progress="none", chunk=1))
 
 
@@ -94,9 +94,11 @@ def test_an_error_of_the_constructor_is_raised_by_the_first_call() -> None:
 
 
 def test_a_dead_worker_is_named_with_its_exit_code() -> None:
-    with WorkerPool(Adder, [(0,), (1,)], jobs=2, what="an aligning process") as pool:
-        with pytest.raises(WorkerDied, match=r"an aligning process died\n.*exit code 3"):
-            pool.call("leave")
+    with (
+        WorkerPool(Adder, [(0,), (1,)], jobs=2, what="an aligning process") as pool,
+        pytest.raises(WorkerDied, match=r"an aligning process died\n.*exit code 3"),
+    ):
+        pool.call("leave")
     with WorkerPool(Adder, [(0,), (1,)], jobs=2) as pool, pytest.raises(WorkerDied, match="exit code 3"):
         list(pool.map("leave", [()]))
 

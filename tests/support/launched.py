@@ -28,8 +28,8 @@ def main(backend: str) -> None:
             continue
         simulate_nodes = 2 if "hierarchical" in name else 0
         own_context = create_context(
-            store.under(f"{name}/"), context.rank, context.size, context.machines[context.rank],
-            backend=backend, bind_address="127.0.0.1", timeout_s=60.0, device=context.device, simulate_nodes=simulate_nodes, digest={},
+            store.under(f"{name}/"), context.rank, context.size, context.machines[context.rank], backend=backend,
+            bind_address="127.0.0.1", timeout_s=60.0, device=context.device, simulate_nodes=simulate_nodes, digest={},
         )  # fmt: skip
         w = run_toy_task(own_context, RunSpec(name, simulate_nodes=simulate_nodes))["w"]
         hashes[name] = hashlib.sha256(w.tobytes()).hexdigest()

@@ -1,8 +1,8 @@
 """Ranks started by mpirun or srun: MPI carries the collectives and the messages of the gossip threads.
 
-Means are non-blocking all-reduces on the group's own MPI communicator. Deterministic means are an all-to-all, a sum in rank order
-and an all-gather. Exchanges and one-sided operations are messages too: MPI windows were measured to be slower (docs/mpi.md), and
-the lock of a vector would have to be MPI's. Only the job's store does not use MPI: rank 0 serves it.
+Means are non-blocking all-reduces on the group's own MPI communicator. Deterministic means are an all-to-all, a sum in rank
+order and an all-gather. Exchanges and one-sided operations are messages too: MPI windows were measured to be slower
+(docs/mpi.md), and the lock of a vector would have to be MPI's. Only the job's store does not use MPI: rank 0 serves it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class MpiConnection:
         self.unread = None
 
     def check_alive(self, waited_s: float) -> None:
-        """Raise PeerLost if the membership knows that the peer has failed: MPI does not report it where mpirun keeps the job."""
+        """Raise PeerLost if the membership lists the peer as failed; MPI itself may not report it."""
         comm = self._comm
         if waited_s > comm.timeout_s and (reason := comm.membership.failed_ranks().get(comm.ranks[self._rank])):
             comm.broken = True

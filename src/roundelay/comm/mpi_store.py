@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def store_by_mpi(runtime: MpiRuntime, host: str, timeout_s: float, keep: list[Any]) -> tuple[JobStore, str, int]:
-    """Create the store; return it with its address and port. Collective among all ranks of MPI. Rank 0 adds the server to `keep`."""
+    """Create the store and return it with its address and port. Collective. Rank 0 appends the server to `keep`."""
     messages = _all_gather(runtime, json.dumps([socket.gethostname(), own_addresses()]), timeout_s)
     machines = [json.loads(message) for message in messages]
     remote = [machine for machine in machines if machine[0] != machines[0][0]]

@@ -149,7 +149,7 @@ class Store(Protocol):
         """Set the key if it is missing, atomically; return the value it has now."""
 
     def pause(self, seconds: float, *keys: str) -> None:
-        """Sleep between two polls of `keys`. Real time: sleep for `seconds`. Simulated time: until one of the keys is written."""
+        """Sleep between two polls of `keys`: for `seconds`, or in simulated time until one of the keys is written."""
 
 
 class SharedWeights(Protocol):

@@ -1,9 +1,9 @@
 """Work on several processes: `process_map` for functions, `WorkerPool` for objects that live between calls.
 
-Both return results in the order of the items and run in the calling process with jobs=1. Exceptions of a process are raised in
-the caller with the same type and message. A process that dies raises `WorkerDied`. Processes ignore Ctrl-C: the caller handles it.
-Processes are spawned, because forking a process that has threads may deadlock. So functions, objects and arguments must be
-picklable with jobs > 1, and scripts need `if __name__ == "__main__"`.
+Both return results in the order of the items and run in the calling process with jobs=1. Exceptions of a process are raised
+in the caller with the same type and message. A process that dies raises `WorkerDied`. Processes ignore Ctrl-C: the caller
+handles it. Processes are spawned, because forking a process that has threads may deadlock. So functions, objects and
+arguments must be picklable with jobs > 1, and scripts need `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class LocalStore:
 
 
 class JobStore:
-    """A store for processes, on torch's TCPStore. `get` does not wait for a missing key. Raises PeerLost if the server is gone."""
+    """A store for processes, on torch's TCPStore. All methods raise PeerLost if the server is gone."""
 
     def __init__(self, tcp: TCPStore, prefix: str = "") -> None:
         self.tcp, self.prefix = tcp, prefix
