@@ -1,9 +1,9 @@
-"""The history of a run's published vectors: who read, moved and averaged what, in which order.
+"""The order of all reads and writes of a run's shared vectors, logged so that the run can be replayed.
 
-Every read and write of a published vector takes the next number of that vector's counter, under its lock. Whoever does it
-notes the number down here, so the notes of all learners together give every vector's order without a gap, and that order is
-all that timing has decided: with it the run can be done again. One file of fixed-size records per learner, appended to; a
-card beside it says what was run and, once the run has ended well, that the record is whole.
+Every read and write of a shared vector takes the next number of that vector's counter, under its lock. The rank that performs
+it logs the number. So the logs of all ranks together give the order of each vector without a gap. This order is all that
+timing decides: with it the run can be replayed. Each rank has one binary file of fixed-size records, and a JSON file with the
+settings of the run. The JSON file says `complete` once the run has finished without an error.
 """
 
 from __future__ import annotations
@@ -23,47 +23,51 @@ FIELDS = 8
 
 
 class Op(IntEnum):
-    """What was done. A record is: kind, vector, number, actor, round; of a step: kind, epoch, start, stop, and its share."""
+    """The operation of a record: (op, vector, number, actor, round); for a step (op, epoch, start, stop, samples...)."""
 
-    STEP = 1  # a learner begins a step on this piece of the data
+    STEP = 1  # a rank starts a step on these samples
     READ = 2  # phi <- w
     UPDATE = 3  # w <- w + d
     ASSIGN = 4  # w <- x
-    REMOTE_ADD = 5  # by the actor, one-sided
-    REMOTE_GET = 6  # by the actor, one-sided
-    PAIR_AVERAGE = 7  # averaged in place with the actor's vector; noted for both vectors
-    SNAPSHOT = 8  # taken for the actor in this round
-    APPLY_HALF_DIFF = 9  # half the difference between the actor's snapshot of this round and one's own was added
-    FINAL_READ = 10  # what goes into the closing average
+    REMOTE_ADD = 5  # w <- w + d by the actor, one-sided
+    REMOTE_GET = 6  # x <- w by the actor, one-sided
+    PAIR_AVERAGE = 7  # in-place average with the actor's vector; logged for both vectors
+    SNAPSHOT = 8  # a copy for the actor, in this round
+    APPLY_HALF_DIFF = 9  # w <- w + half the difference of the two snapshots of this round
+    FINAL_READ = 10  # what goes into the final average
 
 
 class UpdateLog:
-    """Notes what one learner and its agent do. Safe for both threads: a record is one call of a buffered file."""
+    """Logs the operations of one rank. Thread-safe: a record is one write to a buffered file."""
 
-    def __init__(self, run: Path, rank: int, card: dict[str, Any]) -> None:
+    def __init__(self, run: Path, rank: int, header: dict[str, Any]) -> None:
         folder = run / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        self._path, self.rank, self._card = folder / f"rank-{rank:03d}", rank, card
-        self._write_card(complete=False)
-        self._file = open(self._path.with_suffix(".bin"), "wb", buffering=1 << 16)  # noqa: SIM115  # closed by close
+        self._path, self.rank, self._header = folder / f"rank-{rank:03d}", rank, header
+        self._write_header(complete=False)
+        self._file = open(self._path.with_suffix(".bin"), "wb", buffering=1 << 16)  # noqa: SIM115  # closed by close()
 
     def append(self, op: Op, vector: int, number: int, actor: int, round: int = -1) -> None:
+        """Log an operation on the shared vector of rank `vector`, performed by rank `actor`."""
         self._append((op, vector, number, actor, round, 0, 0, 0))
 
-    def step(self, epoch: int, start: int, stop: int, own: int, samples: int, global_samples: int, position: int) -> None:
-        self._append((Op.STEP, epoch, start, stop, own, samples, global_samples, position))
+    def step(
+        self, epoch: int, start: int, stop: int, local_samples: int, node_samples: int, global_samples: int, position: int
+    ) -> None:
+        """Log the start of a step on samples start <= index < stop of an epoch."""
+        self._append((Op.STEP, epoch, start, stop, local_samples, node_samples, global_samples, position))
 
     def _append(self, record: tuple[int, ...]) -> None:
         self._file.write(np.array(record, dtype="<i8").tobytes())
 
     def close(self, last: Tensor | None) -> None:
-        """The run has ended well; `last` is what this learner brought to the closing average, if it brought anything."""
+        """Close the log of a run that finished. `last`: this rank's contribution to the final average, if any."""
         self._file.close()
         if last is not None:
             save_file({"w": last.detach().cpu().contiguous()}, str(self._path.with_suffix(".safetensors")))
-        self._write_card(complete=True)
+        self._write_header(complete=True)
 
-    def _write_card(self, **end: Any) -> None:
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps({**self._card, "rank": self.rank, **end}, default=str))
-        os.replace(fresh, self._path.with_suffix(".json"))
+    def _write_header(self, complete: bool) -> None:
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(json.dumps({**self._header, "rank": self.rank, "complete": complete}, default=str))
+        os.replace(temporary, self._path.with_suffix(".json"))
