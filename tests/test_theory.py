@@ -48,8 +48,8 @@ def engine(task: Fit, strategy: str, size: int = SIZE, **options: Any) -> list[n
 
     def job(context: DistributedContext) -> None:
         plan = RunConfig(
-            epochs=ROUNDS * size * BATCH / task.samples, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none",
-            on_step=lambda learner: path[context.rank].append(learner.worker.w.clone().numpy()),
+            epochs=ROUNDS * size * BATCH / task.samples, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False,
+            progress="none", on_step=lambda learner: path[context.rank].append(learner.worker.w.clone().numpy()),
         )  # fmt: skip
         train(task, context, EngineConfig(strategy=strategy, **options), plan)
 

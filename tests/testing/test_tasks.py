@@ -11,7 +11,7 @@ import torch
 
 from roundelay.core.contracts import Task
 from roundelay.data.epoch_order import epoch_order
-from roundelay.testing.tasks import VALIDATION, TRAINING, Blstm, SpeechlikeBatches, SyntheticFrames, FrameGenerator
+from roundelay.testing.tasks import TRAINING, VALIDATION, Blstm, FrameGenerator, SpeechlikeBatches, SyntheticFrames
 
 SMALL = SyntheticFrames(samples=100, held_out=30)
 TASKS = [SMALL, SpeechlikeBatches(samples=20, held_out=4), Blstm(pool=20)]
