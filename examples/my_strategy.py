@@ -1,15 +1,15 @@
-"""A strategy in a file outside the package.   Synchronous EASGD: Zhang, Choromanska & LeCun 2015.
+"""A custom strategy, in one file outside the package.   Synchronous EASGD: Zhang, Choromanska & LeCun 2015.
 
     every step:       w_i <- w_i - D(g(w_i))
-    every tau steps:  d_i = a (w_i - c);   w_i <- w_i - d_i;   c <- c + L mean_i d_i          L learners, a = beta / L
+    every tau steps:  d_i = a (w_i - c);   w_i <- w_i - d_i;   c <- c + L mean_i d_i          L ranks, a = beta / L
 
-An elastic force pulls the learners toward a common center c, so they keep exploring. Raise beta (up to 1) if they drift apart,
-and tau if communication dominates.
+An elastic force ties the ranks to a common center c instead of replacing their weights by it, so they keep exploring. Raise
+beta (up to 1) if the ranks drift apart, tau if communication dominates.
 
-    python examples/my_strategy.py          check what its traits promise
-    roundelay train examples/frames.toml strategy=my_strategy:Elastic strategy_options.tau=2 learners=2
+    python examples/my_strategy.py          checks the laws that its traits promise
+    roundelay train frames strategy=my_strategy:Elastic strategy_options.tau=2 learners=2
 
-The command line imports a strategy from the folder of the TOML file, then from the current folder.
+`roundelay train` imports strategies from the directory of the TOML file, then from the current directory.
 """
 
 from dataclasses import dataclass
@@ -20,35 +20,27 @@ from roundelay.testing.conformance import in_threads
 
 @dataclass
 class Elastic(Strategy):
-    """Elastic averaging SGD."""
+    """Ranks tied to a common center."""
 
     tau: int = 4
     beta: float = 0.9
 
     equation = "every tau steps: d_i = a (w_i - c), w_i <- w_i - d_i, c <- c + L mean_i d_i"
-    saved = ("c", "since")
-    traits = Traits(
-        sharding="static",  # all ranks take part in every mean
-        deterministic=True,
-        conserves_mean=False,  # the center takes up what the learners lose
-        contracts=True,
-        survives_failures=False,
-        optimizer_state="keep",
-        shares_weights=False,  # no background exchanges
-    )
+    saved = ("c", "steps")  # what a checkpoint must hold
+    traits = Traits(conserves_mean=False)  # the center gains what the ranks lose
 
     def start(self, me: Worker) -> None:
-        self.c, self.since = me.w.clone(), 0
+        self.c, self.steps = me.w.clone(), 0
 
     def step(self, me: Worker) -> None:
         me.add_(-me.delta(me.grad()))
-        self.since += 1
-        if self.since >= self.tau and me.size > 1:
+        self.steps += 1
+        if self.steps >= self.tau and me.size > 1:
             a = self.beta / me.size
             d = a * (me.w - self.c)
             me.add_(-d)
             self.c = self.c + me.size * me.mean(d)
-            self.since = 0
+            self.steps = 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The engine against the mathematical model, and the model against its own theory."""
+"""The engine equals the mathematical model, and the model has the properties that theory predicts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from roundelay.strategies.step import StepInfo
 from roundelay.strategies.worker import Worker
 from roundelay.theory import (
     Apply,
-    Meet,
+    Exchange,
+    ModelEvent,
+    ModelStep,
     Read,
-    Step,
     asynchronous,
     measured_contraction,
     spread,
@@ -35,7 +36,6 @@ from roundelay.theory import (
     trajectory,
     uniform,
 )
-from roundelay.theory import Event as ModelEvent
 
 RATE, BATCH, SIZE, ROUNDS = 0.1, 4, 4, 30
 TASKS = [Fit(), Fit(hidden=6)]
@@ -43,7 +43,7 @@ EXACTLY = 1e-12
 
 
 def engine(task: Fit, strategy: str, size: int = SIZE, **options: Any) -> list[np.ndarray]:
-    """W after every step of the engine, on threads."""
+    """Return W after every step of the engine, on threads."""
     path: list[list[np.ndarray]] = [[] for _ in range(size)]
 
     def job(context: DistributedContext) -> None:
@@ -56,37 +56,37 @@ def engine(task: Fit, strategy: str, size: int = SIZE, **options: Any) -> list[n
     return [np.stack([path[learner][k] for learner in range(size)], axis=1) for k in range(ROUNDS)]
 
 
-def model(task: Fit, steps: list[Step]) -> list[np.ndarray]:
+def model(task: Fit, steps: list[ModelStep]) -> list[np.ndarray]:
     return trajectory(first_weights(task, SIZE), steps, gradient_of(task, static_batches(task, SIZE, BATCH, ROUNDS)))
 
 
-def agree(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    assert len(found) == len(expected)
-    for k, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+def agree(measured: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert len(measured) == len(expected)
+    for k, (ours, theirs) in enumerate(zip(measured, expected, strict=True)):
         assert np.abs(ours - theirs).max() < EXACTLY, f"step {k}"
-    assert np.abs(expected[-1] - expected[0]).max() > 0.01  # something was learnt on the way
+    assert np.abs(expected[-1] - expected[0]).max() > 0.01  # the weights have moved
 
 
 @pytest.mark.parametrize("task", TASKS, ids=["convex", "nonconvex"])
-def test_synchronous_sgd_is_the_uniform_matrix_with_gradients_at_the_mean(task: Fit) -> None:
-    steps = [Step(uniform(SIZE), RATE, at_mean=True)] * ROUNDS
+def test_sync_is_the_uniform_matrix_with_gradients_at_the_mean(task: Fit) -> None:
+    steps = [ModelStep(uniform(SIZE), RATE, at_mean=True)] * ROUNDS
     agree(engine(task, "sync"), [W @ uniform(SIZE) for W in model(task, steps)[1:]])
 
 
 @pytest.mark.parametrize("task", TASKS, ids=["convex", "nonconvex"])
-def test_delay_by_one_is_the_uniform_matrix_with_gradients_at_the_columns(task: Fit) -> None:
-    agree(engine(task, "delay_by_one"), model(task, [Step(uniform(SIZE), RATE)] * ROUNDS)[1:])
+def test_delay_by_one_is_the_uniform_matrix_with_local_gradients(task: Fit) -> None:
+    agree(engine(task, "delay_by_one"), model(task, [ModelStep(uniform(SIZE), RATE)] * ROUNDS)[1:])
 
 
 @pytest.mark.parametrize("task", TASKS, ids=["convex", "nonconvex"])
 def test_dpsgd_is_the_ring_matrix(task: Fit) -> None:
     T = topology.neighbor_matrix("ring", SIZE)
-    agree(engine(task, "dpsgd"), model(task, [Step(T, RATE)] * ROUNDS)[1:])
+    agree(engine(task, "dpsgd"), model(task, [ModelStep(T, RATE)] * ROUNDS)[1:])
 
 
 @pytest.mark.parametrize("task", TASKS, ids=["convex", "nonconvex"])
 def test_kstep_averages_after_every_k_th_step(task: Fit) -> None:
-    alone, average = Step(np.eye(SIZE), RATE), Step(uniform(SIZE))
+    alone, average = ModelStep(np.eye(SIZE), RATE), ModelStep(uniform(SIZE))
     steps = [step for k in range(ROUNDS) for step in ([alone] if (k + 1) % 3 else [alone, average])]
     path, at, expected = model(task, steps), 0, []
     for k in range(ROUNDS):
@@ -99,13 +99,13 @@ def test_kstep_averages_after_every_k_th_step(task: Fit) -> None:
 
 
 def scripted(seed: int, events: int) -> list[ModelEvent]:
-    """Learners that read, apply and meet in any order that can happen."""
+    """Return a random valid order of reads, updates and exchanges."""
     chance = np.random.default_rng(seed)
     begun, order = [False] * SIZE, list[ModelEvent]()
     for _ in range(events):
         learner, other = (int(n) for n in chance.choice(SIZE, 2, replace=False))
         if chance.random() < 0.4:
-            order.append(Meet(learner, other))
+            order.append(Exchange(learner, other))
         elif begun[learner]:
             order.append(Apply(learner, RATE))
             begun[learner] = False
@@ -116,19 +116,19 @@ def scripted(seed: int, events: int) -> list[ModelEvent]:
 
 
 def record_of(task: Fit, order: list[ModelEvent]) -> RunLog:
-    """The same order as a record that the engine can follow."""
+    """Return the same order as a log that the engine can replay."""
     orders: list[list[LogEntry]] = [[] for _ in range(SIZE)]
     steps: list[list[StepRecord]] = [[] for _ in range(SIZE)]
-    taken = 0
+    steps_before = 0
     for number, event in enumerate(order):
-        if isinstance(event, Meet):
+        if isinstance(event, Exchange):
             orders[event.i].append(LogEntry(Op.PAIR_AVERAGE, event.j, number))
             orders[event.j].append(LogEntry(Op.PAIR_AVERAGE, event.i, number))
             continue
         orders[event.learner].append(LogEntry(Op.READ if isinstance(event, Read) else Op.UPDATE, event.learner, -1))
         if isinstance(event, Read):
-            start = taken * BATCH % task.samples
-            taken += 1
+            start = steps_before * BATCH % task.samples
+            steps_before += 1
             steps[event.learner].append(StepRecord(0, start, start + BATCH, StepInfo(BATCH, BATCH, BATCH * SIZE, 0, 10**6)))
     for learner in range(SIZE):
         orders[learner].append(LogEntry(Op.FINAL_READ, learner, -1))
@@ -144,10 +144,10 @@ def record_of(task: Fit, order: list[ModelEvent]) -> RunLog:
 def test_adpsgd_in_any_order_is_pair_matrices_and_stale_gradients(task: Fit, seed: int) -> None:
     order = scripted(seed, 300)
     record = record_of(task, order)
-    found: list[list[np.ndarray]] = [[] for _ in range(SIZE)]
+    measured: list[list[np.ndarray]] = [[] for _ in range(SIZE)]
 
     def watch(rank: int, worker: Worker) -> None:
-        found[rank].append(worker.w.clone().numpy())
+        measured[rank].append(worker.w.clone().numpy())
 
     again = Replay(task, TrainConfig(strategy="adpsgd", lr=RATE, momentum=0.0), record)
     again.play(watch)
@@ -156,14 +156,14 @@ def test_adpsgd_in_any_order_is_pair_matrices_and_stale_gradients(task: Fit, see
     happened = [event for event in order if not isinstance(event, Read)]
     for learner in range(SIZE):
         applied = [path[k + 1][:, learner] for k, e in enumerate(happened) if isinstance(e, Apply) and e.learner == learner]
-        assert len(applied) == len(found[learner]) > 10
-        for ours, theirs in zip(found[learner], applied, strict=True):
+        assert len(applied) == len(measured[learner]) > 10
+        for ours, theirs in zip(measured[learner], applied, strict=True):
             assert np.abs(ours - theirs).max() < EXACTLY
         assert np.abs(again.last[learner].numpy() - path[-1][:, learner]).max() < EXACTLY
 
 
-def in_one_line(record: RunLog) -> list[ModelEvent]:
-    """One order of all events that agrees with every vector's own."""
+def merged_order(record: RunLog) -> list[ModelEvent]:
+    """Merge the orders of all vectors into one."""
     at = [0] * len(record.orders)
     line: list[ModelEvent] = []
     while any(at[v] < len(order) for v, order in enumerate(record.orders)):
@@ -176,7 +176,7 @@ def in_one_line(record: RunLog) -> list[ModelEvent]:
                     if at[event.actor] >= len(other) or other[at[event.actor]] != LogEntry(Op.PAIR_AVERAGE, v, event.round):
                         break
                     at[event.actor] += 1
-                    line.append(Meet(v, event.actor))
+                    line.append(Exchange(v, event.actor))
                 elif event.kind in (Op.READ, Op.UPDATE):
                     line.append(Read(v) if event.kind is Op.READ else Apply(v, RATE))
                 at[v] += 1
@@ -192,9 +192,9 @@ def test_a_recorded_run_is_the_model_of_its_own_order(tmp_path: Path) -> None:
     )  # fmt: skip
     run_threads(lambda context: train(task, context, config, record_settings={}), size=SIZE, timeout_s=60)
     record = read_run_log(tmp_path)
-    order = in_one_line(record)
+    order = merged_order(record)
     assert sum(isinstance(event, Apply) for event in order) == 90
-    assert sum(isinstance(event, Meet) for event in order) > 10
+    assert sum(isinstance(event, Exchange) for event in order) > 10
     pieces = [[(p.epoch, p.start, p.stop) for p in steps] for steps in record.steps]
     path = trajectory(first_weights(task, SIZE), asynchronous(SIZE, order), gradient_of(task, pieces))
     for learner, last in enumerate(record.last):
@@ -240,15 +240,15 @@ def test_stable_rates_are_those_of_the_table() -> None:
 
 def test_asynchronous_pairs_are_stable_up_to_about_one() -> None:
     for size in (2, 4, 8):
-        found = stable_order(size, 80, lambda r, size=size: topology.matching("ring", r, size))  # type: ignore[misc]
-        assert 0.95 < found < 1.4
+        measured = stable_order(size, 80, lambda r, size=size: topology.matching("ring", r, size))  # type: ignore[misc]
+        assert 0.95 < measured < 1.4
 
 
 def test_the_mean_on_a_quadratic_follows_synchronous_sgd() -> None:
-    """The gradient is linear, so the learners' mean does not notice their spread."""
+    """The gradient is linear, so the mean does not depend on the spread."""
     W = np.random.default_rng(0).standard_normal((3, 8))
     curvature = np.diag([1.0, 0.5, 0.1])
-    path = trajectory(W, [Step(topology.neighbor_matrix("ring", 8), 0.3)] * 20, lambda learner, n, phi: curvature @ phi)
+    path = trajectory(W, [ModelStep(topology.neighbor_matrix("ring", 8), 0.3)] * 20, lambda learner, n, phi: curvature @ phi)
     mean = W.mean(axis=1)
     for after in path[1:]:
         mean = mean - 0.3 * curvature @ mean

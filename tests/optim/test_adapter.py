@@ -1,4 +1,4 @@
-"""D(g) is what torch.optim would subtract, however it is applied."""
+"""D(g) is what torch.optim would subtract, for every way to apply it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def batch(k: int) -> tuple[Tensor, Tensor]:
 
 
 def groups(module: nn.Sequential, second: dict[str, Any]) -> list[dict[str, Any]]:
-    """Two groups, the second with settings of its own."""
+    """Return two groups with different settings."""
     return [{"params": module[0].parameters()}, {"params": module[2].parameters(), **second}]
 
 
@@ -54,7 +54,7 @@ def by_torch(make: Make, second: dict[str, Any], clip: float) -> Tensor:
 
 
 class Walk:
-    """The same steps through Optimizer.delta, applied in one of several ways."""
+    """The same steps through OptimizerAdapter.delta, applied in several ways."""
 
     def __init__(self, make: Make, second: dict[str, Any], clip: float) -> None:
         self.module = comm()
@@ -88,7 +88,7 @@ class Walk:
         return self.flat.phi
 
     def placed(self, lazily: bool) -> Tensor:
-        """As delay-by-one: from a mean that is not what the gradient was taken at."""
+        """Assign base - D(g), where the base is not the point of the gradient, as delay_by_one does."""
         for k in range(STEPS):
             mean = 0.5 * self.flat.phi + 0.1
             d = self.optimizer.delta(self.gradient(k))
@@ -133,7 +133,7 @@ def test_sgd_is_torch_sgd(options: dict[str, Any], nesterov: bool, second_lr: fl
 
 @settings(max_examples=20)
 @given(sgd_settings, st.booleans(), st.sampled_from([0.0, 0.05]))
-def test_a_fused_step_has_the_bits_of_the_displacement_worked_out(options: dict[str, Any], nesterov: bool, clip: float) -> None:
+def test_a_fused_step_has_the_bits_of_the_computed_update(options: dict[str, Any], nesterov: bool, clip: float) -> None:
     options["nesterov"] = nesterov and options["momentum"] > 0
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -173,7 +173,7 @@ def test_any_other_optimizer_takes_its_own_step(make: Make, clip: float) -> None
     assert same(Walk(make, second, clip).moved_in_place(as_vector=True), expected)
 
 
-def test_what_a_neighbour_adds_meanwhile_is_kept() -> None:
+def test_what_another_rank_adds_meanwhile_is_kept() -> None:
     for make in (lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9), lambda g: torch.optim.Adam(g, lr=0.1)):
         alone, met = Walk(make, {}, 0.0), Walk(make, {}, 0.0)
         start = alone.w.clone()
@@ -185,7 +185,7 @@ def test_what_a_neighbour_adds_meanwhile_is_kept() -> None:
         assert torch.equal(met.w, met.flat.phi)
 
 
-def test_no_batch_is_no_displacement_and_leaves_the_state() -> None:
+def test_no_batch_is_no_update_and_leaves_the_state() -> None:
     walk = Walk(lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9), {}, 0.0)
     (-walk.optimizer.delta(walk.gradient(0))).add_to(walk.w, walk.flat.phi, True)
     state, w = walk.optimizer.state_vector(), walk.w.clone()
@@ -195,7 +195,7 @@ def test_no_batch_is_no_displacement_and_leaves_the_state() -> None:
     assert torch.equal(walk.optimizer.state_vector(), state)
 
 
-def test_parameters_without_a_gradient_follow_their_neighbours() -> None:
+def test_parameters_without_a_gradient_follow_w() -> None:
     module = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
     flat = Flat(module)
     optimizer = OptimizerAdapter(flat, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -221,7 +221,7 @@ def test_parameters_without_a_gradient_follow_their_neighbours() -> None:
         lambda g: torch.optim.NAdam(g, lr=0.1),
     ],
 )
-def test_state_goes_round_through_a_checkpoint(make: Make) -> None:
+def test_state_survives_a_checkpoint(make: Make) -> None:
     straight = Walk(make, {}, 0.0)
     straight.moved_in_place()
     saved, numbers = straight.optimizer.to_saved()
@@ -234,7 +234,7 @@ def test_state_goes_round_through_a_checkpoint(make: Make) -> None:
     assert torch.equal(straight.flat.phi, other.flat.phi)
 
 
-def test_the_state_is_a_vector_that_can_be_averaged_and_forgotten() -> None:
+def test_the_state_is_a_vector_that_can_be_averaged_and_reset() -> None:
     for make, size in ((lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9), 44), (lambda g: torch.optim.Adam(g, lr=0.1), 92)):
         walk = Walk(make, {}, 0.0)
         walk.moved_in_place()
@@ -247,7 +247,7 @@ def test_the_state_is_a_vector_that_can_be_averaged_and_forgotten() -> None:
     assert Walk(lambda g: torch.optim.SGD(g, lr=0.1), {}, 0.0).optimizer.state_vector().numel() == 0
 
 
-def test_a_learner_without_a_gradient_brings_a_state_as_long_as_the_others() -> None:
+def test_a_rank_without_a_gradient_has_a_state_of_full_length() -> None:
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=0.02)
 
@@ -277,9 +277,9 @@ def test_optimizers_that_cannot_be_saved_or_called_are_refused() -> None:
         OptimizerAdapter(Flat(module), torch.optim.LBFGS(module.parameters()))
 
 
-def test_an_optimizer_that_does_not_know_all_parameters_is_refused() -> None:
+def test_an_optimizer_without_all_parameters_is_refused() -> None:
     module = comm()
-    with pytest.raises(UsageError, match=r"does not know 2 trainable parameters[\s\S]*2\.weight"):
+    with pytest.raises(UsageError, match=r"got 2 fewer[\s\S]*2\.weight"):
         OptimizerAdapter(Flat(module), torch.optim.SGD(module[0].parameters(), lr=0.1))
 
 

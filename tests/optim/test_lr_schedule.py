@@ -1,4 +1,4 @@
-"""Rates over global samples."""
+"""Learning-rate schedules over global samples."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ S = 1000
 
 
 def test_constant_is_constant() -> None:
-    made = lr_schedule("constant", S, 10 * S, 0.0, 10.0)
-    assert {made(p) for p in range(0, 10 * S, 137)} == {1.0}
+    schedule = lr_schedule("constant", S, 10 * S, 0.0, 10.0)
+    assert {schedule(p) for p in range(0, 10 * S, 137)} == {1.0}
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_warm_up_is_linear_from_a_tenth(kind: str) -> None:
-    made = lr_schedule(kind, S, 100 * S, 4.0, 50.0)
+    schedule = lr_schedule(kind, S, 100 * S, 4.0, 50.0)
     plain = lr_schedule("constant" if kind != "cosine" else kind, S, 100 * S, 4.0, 50.0)
     shape = 1.0 if kind != "cosine" else plain(4 * S)
-    assert made(0) == pytest.approx(0.1 * shape)
-    assert made(2 * S) == pytest.approx(0.55 * shape)
-    assert made(4 * S) == pytest.approx(shape)
+    assert schedule(0) == pytest.approx(0.1 * shape)
+    assert schedule(2 * S) == pytest.approx(0.55 * shape)
+    assert schedule(4 * S) == pytest.approx(shape)
 
 
-def test_ibm_divides_by_the_square_root_of_two_per_epoch() -> None:
-    made = lr_schedule("sqrt2_decay", S, 20 * S, 0.0, 10.0)
-    assert made(10 * S - 1) == 1.0
+def test_sqrt2_decay_divides_by_the_square_root_of_two_per_epoch() -> None:
+    schedule = lr_schedule("sqrt2_decay", S, 20 * S, 0.0, 10.0)
+    assert schedule(10 * S - 1) == 1.0
     for epoch in range(10, 20):
         expected = 2 ** (-0.5 * (epoch - 9))
-        assert made(epoch * S) == pytest.approx(expected)
-        assert made(epoch * S + S - 1) == pytest.approx(expected)
+        assert schedule(epoch * S) == pytest.approx(expected)
+        assert schedule(epoch * S + S - 1) == pytest.approx(expected)
 
 
 def test_cosine_goes_from_one_to_zero() -> None:
-    made = lr_schedule("cosine", S, 8 * S, 0.0, 10.0)
-    assert [made(k * S) for k in (0, 2, 4, 6, 8)] == pytest.approx([1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0])
+    schedule = lr_schedule("cosine", S, 8 * S, 0.0, 10.0)
+    assert [schedule(k * S) for k in (0, 2, 4, 6, 8)] == pytest.approx(
+        [1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0]
+    )
     warm = lr_schedule("cosine", S, 8 * S, 2.0, 10.0)
     assert warm(2 * S) == pytest.approx(1.0)
     assert warm(5 * S) == pytest.approx(0.5)
@@ -52,11 +54,11 @@ def test_a_factor_is_never_negative_nor_above_one(
     kind: str, samples: int, epochs: float, warmup: float, anneal: float, data: st.DataObject
 ) -> None:
     total = max(1, round(samples * epochs))
-    made = lr_schedule(kind, samples, total, warmup, anneal)
+    schedule = lr_schedule(kind, samples, total, warmup, anneal)
     position = data.draw(st.integers(0, total))
-    assert 0 <= made(position) <= 1 + 1e-12
+    assert 0 <= schedule(position) <= 1 + 1e-12
 
 
-def test_an_unknown_schedule_offers_the_nearest() -> None:
+def test_an_unknown_schedule_suggests_a_similar_name() -> None:
     with pytest.raises(UsageError, match="did you mean 'cosine'"):
         lr_schedule("cosin", S, S, 0.0, 0.0)

@@ -59,7 +59,9 @@ def test_twice_in_virtual_time_gives_the_same_bits(form: str) -> None:
         deterministic_reduce=False,
         simulate_nodes=machines,
     )
-    first, second = (run_simulated(run_toy_task, case, size=4, simulate_nodes=machines, cluster=RESTLESS)[0]["w"] for _ in range(2))
+    first, second = (
+        run_simulated(run_toy_task, case, size=4, simulate_nodes=machines, cluster=RESTLESS)[0]["w"] for _ in range(2)
+    )
     assert np.array_equal(first, second)
 
 

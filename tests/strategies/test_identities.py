@@ -1,4 +1,4 @@
-"""What a strategy is, worked out by hand; and which strategies are the same under another name."""
+"""Strategies on a quadratic equal their equations in numpy, and some strategies equal each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from laws import LR, centers, quadratic
 
-from roundelay.testing.conformance import RunSpec, ToyTask, in_threads, run_toy_task
+from roundelay.testing.check_jobs import RunSpec, ToyTask, run_toy_task
+from roundelay.testing.conformance import in_threads
 from roundelay.topology import neighbor_matrix
 
 SIZES = [2, 3, 4]
@@ -17,12 +18,12 @@ PRECISE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def path(strategy: str, size: int, momentum: float = 0.0, **options: Any) -> np.ndarray:
-    """w[step, rank] of a run on the quadratic."""
+    """Return w[step, rank] of a run on the quadratic."""
     return np.stack(in_threads(quadratic, strategy, options, STEPS, momentum, size=size), axis=1)
 
 
 class Hand:
-    """Learners on the quadratic, in numpy."""
+    """The learners on the quadratic, in numpy."""
 
     def __init__(self, size: int, momentum: float) -> None:
         self.size, self.mu, self.c = size, momentum, centers(size)
@@ -30,7 +31,7 @@ class Hand:
         self.v = np.zeros((size, 3))
 
     def d(self) -> np.ndarray:
-        """Every learner's displacement at its own w."""
+        """Return the update of every learner at its own w."""
         self.v = self.mu * self.v + (self.w - self.c)
         return LR * self.v
 
@@ -38,45 +39,35 @@ class Hand:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("size", SIZES)
 def test_sync_is_sgd_on_the_mean_gradient(size: int, momentum: float) -> None:
-    w, v, found = np.zeros(3), np.zeros(3), path("sync", size, momentum)
+    w, v, measured = np.zeros(3), np.zeros(3), path("sync", size, momentum)
     for k in range(STEPS):
         v = momentum * v + (w - centers(size).mean(0))
         w = w - LR * v
-        assert np.allclose(found[k], w, **PRECISE)
+        assert np.allclose(measured[k], w, **PRECISE)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("size", SIZES)
 def test_dpsgd_mixes_the_models_at_which_gradients_were_taken(size: int, momentum: float) -> None:
-    hand, found, T = Hand(size, momentum), path("dpsgd", size, momentum), neighbor_matrix("ring", size)
+    hand, measured, T = Hand(size, momentum), path("dpsgd", size, momentum), neighbor_matrix("ring", size)
     for k in range(STEPS):
         hand.w = T @ hand.w - hand.d()
-        assert np.allclose(found[k], hand.w, **PRECISE)
+        assert np.allclose(measured[k], hand.w, **PRECISE)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("size", SIZES)
 def test_delay_by_one_steps_from_the_mean_with_the_local_gradient(size: int, momentum: float) -> None:
-    hand, found = Hand(size, momentum), path("delay_by_one", size, momentum)
+    hand, measured = Hand(size, momentum), path("delay_by_one", size, momentum)
     for k in range(STEPS):
         hand.w = hand.w.mean(0) - hand.d()
-        assert np.allclose(found[k], hand.w, **PRECISE)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_delayed_gradient_is_applied_one_step_late(size: int) -> None:
-    w, late, found = np.zeros(3), None, path("delay_by_one", size, form="gradient")
-    for k in range(STEPS):
-        g = w - centers(size).mean(0)
-        w = w if late is None else w - LR * late
-        late = g
-        assert np.allclose(found[k], w, **PRECISE)
+        assert np.allclose(measured[k], hand.w, **PRECISE)
 
 
 @pytest.mark.parametrize("state", ["average", "keep", "reset"])
 @pytest.mark.parametrize("size", SIZES)
-def test_kstep_averages_weights_and_does_with_momentum_as_told(size: int, state: str) -> None:
-    hand, found = Hand(size, 0.9), path("kstep", size, 0.9, K=3, state=state, reject=0.0)
+def test_kstep_averages_weights_and_treats_momentum_by_rule(size: int, state: str) -> None:
+    hand, measured = Hand(size, 0.9), path("kstep", size, 0.9, K=3, state=state, reject=0.0)
     for k in range(STEPS):
         hand.w = hand.w - hand.d()
         if k % 3 == 2:
@@ -85,14 +76,14 @@ def test_kstep_averages_weights_and_does_with_momentum_as_told(size: int, state:
                 hand.v[:] = hand.v.mean(0)
             elif state == "reset":
                 hand.v[:] = 0
-        assert np.allclose(found[k], hand.w, **PRECISE)
+        assert np.allclose(measured[k], hand.w, **PRECISE)
 
 
 @pytest.mark.parametrize("eta", [None, 0.3])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 def test_bmuf_filters_block_updates(size: int, nesterov: bool, eta: float | None) -> None:
-    found = path("bmuf", size, 0.9, K=3, nesterov=nesterov, eta=eta, zeta=0.8)
+    measured = path("bmuf", size, 0.9, K=3, nesterov=nesterov, eta=eta, zeta=0.8)
     hand, block = Hand(size, 0.9), 1 - 1 / size if eta is None else eta
     W, W_g, D = np.zeros(3), np.zeros(3), np.zeros(3)
     for k in range(STEPS):
@@ -103,57 +94,69 @@ def test_bmuf_filters_block_updates(size: int, nesterov: bool, eta: float | None
             W = W + D
             W_g = W + block * D if nesterov else W
             hand.w[:], hand.v[:] = W_g, 0
-        assert np.allclose(found[k], hand.w, **PRECISE)
+        assert np.allclose(measured[k], hand.w, **PRECISE)
 
 
 def test_a_diverged_replica_is_left_out_of_the_average() -> None:
-    # Rank 3's centre is far from all others, so its loss exceeds the best by more than `reject` in the first block.
+    # The center of rank 3 is far from the rest, so its loss exceeds the best by more than `reject` in the first block.
     size, c = 4, centers(4)
     losses = (c**2).sum(1) / 2
     reject = float(np.sort(losses - losses.min())[-1]) * 0.5
-    found = path("kstep", size, K=1, reject=reject)
+    measured = path("kstep", size, K=1, reject=reject)
     accepted = losses <= losses.min() + reject
     assert 0 < accepted.sum() < size
-    assert np.allclose(found[0], (LR * c)[accepted].mean(0), **PRECISE)
+    assert np.allclose(measured[0], (LR * c)[accepted].mean(0), **PRECISE)
 
 
 # ------------------------------------------------------------------------------------------------------ identities
 
 
 def final(strategy: str, size: int, momentum: float, samples: int = 96, **options: Any) -> np.ndarray:
-    case = RunSpec(strategy, tuple(options.items()), momentum=momentum, lesson=ToyTask(samples=samples))
-    return in_threads(run_toy_task, case, size=size)[0]["w"]
+    spec = RunSpec(strategy, tuple(options.items()), momentum=momentum, task=ToyTask(samples=samples))
+    return in_threads(run_toy_task, spec, size=size)[0]["w"]
 
 
 @pytest.mark.parametrize("samples", [96, 37])
 @pytest.mark.parametrize("size", SIZES)
 def test_averaging_after_every_step_is_sync(size: int, samples: int) -> None:
-    one, other = final("kstep", size, 0.0, samples, K=1, reject=0.0), final("sync", size, 0.0, samples)
-    assert np.allclose(one, other, **PRECISE)
+    averaged, reference = final("kstep", size, 0.0, samples, K=1, reject=0.0), final("sync", size, 0.0, samples)
+    assert np.allclose(averaged, reference, **PRECISE)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_bmuf_without_block_momentum_is_kstep_that_forgets(size: int) -> None:
-    one = final("bmuf", size, 0.9, K=3, eta=0.0, zeta=1.0)
-    other = final("kstep", size, 0.9, K=3, state="reset", reject=0.0)
-    assert np.allclose(one, other, **PRECISE)
+def test_kaldi_averaging_without_its_additions_is_kstep(size: int) -> None:
+    averaged = final("kaldi_averaging", size, 0.9, K=3, best_first=0, combine=0)
+    assert np.array_equal(averaged, final("kstep", size, 0.9, K=3))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_adaptive_kstep_that_only_calibrates_is_kstep(size: int) -> None:
+    averaged = final("adaptive_kstep", size, 0.9, K=3, calibrate=1000)
+    assert np.array_equal(averaged, final("kstep", size, 0.9, K=3))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bmuf_without_block_momentum_is_kstep_with_reset(size: int) -> None:
+    averaged = final("bmuf", size, 0.9, K=3, eta=0.0, zeta=1.0)
+    reference = final("kstep", size, 0.9, K=3, state="reset", reject=0.0)
+    assert np.allclose(averaged, reference, **PRECISE)
 
 
 @pytest.mark.parametrize("outer", ["sync", "kstep", "dpsgd", "delay_by_one"])
 def test_a_hierarchy_of_one_machine_is_sync(outer: str) -> None:
-    case = RunSpec(f"hierarchical({outer})", simulate_nodes=1)
-    one = in_threads(run_toy_task, case, size=3, simulate_nodes=1)[0]["w"]
-    assert np.allclose(one, final("sync", 3, 0.9), **PRECISE)
+    spec = RunSpec(f"hierarchical({outer})", simulate_nodes=1)
+    w = in_threads(run_toy_task, spec, size=3, simulate_nodes=1)[0]["w"]
+    assert np.allclose(w, final("sync", 3, 0.9), **PRECISE)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_hierarchy_of_machines_of_one_is_its_outer_strategy(size: int) -> None:
-    case = RunSpec("hierarchical(dpsgd)", simulate_nodes=size)
-    one = in_threads(run_toy_task, case, size=size, simulate_nodes=size)[0]["w"]
-    assert np.array_equal(one, final("dpsgd", size, 0.9))
+    spec = RunSpec("hierarchical(dpsgd)", simulate_nodes=size)
+    w = in_threads(run_toy_task, spec, size=size, simulate_nodes=size)[0]["w"]
+    assert np.array_equal(w, final("dpsgd", size, 0.9))
 
 
 def test_hierarchical_sync_is_sync() -> None:
-    case = RunSpec("hierarchical(sync)", simulate_nodes=2)
-    one = in_threads(run_toy_task, case, size=3, simulate_nodes=2)[0]["w"]
-    assert np.allclose(one, final("sync", 3, 0.9), **PRECISE)
+    spec = RunSpec("hierarchical(sync)", simulate_nodes=2)
+    w = in_threads(run_toy_task, spec, size=3, simulate_nodes=2)[0]["w"]
+    assert np.allclose(w, final("sync", 3, 0.9), **PRECISE)

@@ -1,4 +1,4 @@
-"""K-step averaging with what Kaldi's scripts do beside it: the best replica first, the last averages combined."""
+"""Averaging as Kaldi's scripts do it: the best replica first, the last averages combined."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from roundelay.launch.threads import run_threads
 from roundelay.strategies import build
 
 SIZE, K = 2, 3
+DEFAULTS = {"K": K, "best_first": 0, "combine": 0}
 
 
 def run(folder: Path, epochs: float, **settings: Any) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
-    """Every learner's weights after every step, and the final model."""
+    """Return the weights of every rank after every step, and the final model."""
     walks: list[list[torch.Tensor]] = [[] for _ in range(SIZE)]
 
     def learn(context: DistributedContext) -> None:
-        def note(learner: Learner) -> None:
+        def append_weights(learner: Learner) -> None:
             walks[context.rank].append(learner.worker.w.clone())
 
         config = TrainConfig(
-            strategy="kstep", strategy_options={"K": K, **settings}, deterministic_reduce=True,
+            strategy="kaldi_averaging", strategy_options=DEFAULTS | settings, deterministic_reduce=True,
             epochs=epochs, batch=5, lr=0.1, run=str(folder), eval_at_checkpoint=False, progress="none",
         )  # fmt: skip
-        train(Dots(samples=120), context, config, on_step=note)
+        train(Dots(samples=120), context, config, on_step=append_weights)
 
     run_threads(learn, size=SIZE)
     model = load_file(str(folder / "model.safetensors"))
@@ -51,7 +52,7 @@ def test_the_final_model_is_the_mean_of_the_last_averages(tmp_path: Path, epochs
     assert not torch.allclose(final, averages[-1], atol=1e-6)
 
 
-def test_a_last_block_that_is_cut_short_counts_too(tmp_path: Path) -> None:
+def test_a_short_last_block_is_combined(tmp_path: Path) -> None:
     walks, final = run(tmp_path, 110 / 120, combine=2)  # eleven steps: three blocks and two steps
     assert len(walks[0]) == 11
     last = torch.stack([walks[rank][-1] for rank in range(SIZE)]).mean(0)
@@ -67,6 +68,6 @@ def test_the_first_averages_take_the_best_replica(tmp_path: Path) -> None:
     assert not torch.allclose(walks[0][K - 1], plain[0][K - 1])
 
 
-def test_racing_learners_cannot_combine() -> None:
+def test_combine_needs_static_sharding() -> None:
     with pytest.raises(UsageError, match="dynamic"):
-        build("kstep", {"combine": 3, "sharding": "dynamic"})
+        build("kaldi_averaging", {"combine": 3, "sharding": "dynamic"})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from roundelay.data.epoch_order import epoch_order
-from roundelay.theory import Gradient
+from roundelay.theory import GradientFunction
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def first_weights(task: Fit, size: int) -> np.ndarray:
     return np.repeat(w[:, None], size, axis=1)
 
 
-def gradient_of(task: Fit, batches: list[list[tuple[int, int, int]]]) -> Gradient:
+def gradient_of(task: Fit, batches: list[list[tuple[int, int, int]]]) -> GradientFunction:
     """Return g of the model: learner l's n-th gradient is on batches[l][n] = (epoch, start, stop)."""
     module = task.build()
 

@@ -174,6 +174,10 @@ def test_laws_are_checked_under_python_O() -> None:
         "except StrategyCheckError as error:\n    print(error)\n"
     )
     result = subprocess.run(
-        [sys.executable, "-O", "-c", program], cwd=Path(__file__).parents[1] / "support", capture_output=True, text=True, check=True
+        [sys.executable, "-O", "-c", program],
+        cwd=Path(__file__).parents[1] / "support",
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert result.stdout.startswith("law 'ranks influence each other' violated by")

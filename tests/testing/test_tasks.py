@@ -1,4 +1,4 @@
-"""The tasks to measure with: shapes, the same data every time, every place of an epoch once."""
+"""The example tasks: shapes, reproducible data, every sample once per epoch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from roundelay.core.contracts import Task
 from roundelay.data.epoch_order import epoch_order
-from roundelay.testing.tasks import HELD_OUT, TRAINING, Blstm, SpeechlikeBatches, SyntheticFrames, Teacher
+from roundelay.testing.tasks import TRAINING, VALIDATION, Blstm, FrameGenerator, SpeechlikeBatches, SyntheticFrames
 
 SMALL = SyntheticFrames(samples=100, held_out=30)
 TASKS = [SMALL, SpeechlikeBatches(samples=20, held_out=4), Blstm(pool=20)]
-TEACHER = Teacher(world=3, phones=4, features=5, stay=0.5, noise=0.1, speaker=0.1)
+GENERATOR = FrameGenerator(world=3, phones=4, features=5, stay=0.5, noise=0.1, speaker=0.1)
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: type(t).__name__)
-def test_has_the_shape_of_a_task_and_a_gradient(task: Task) -> None:
+def test_is_a_task_and_has_a_gradient(task: Task) -> None:
     assert isinstance(task, Task)
     module = task.build()
     x, y = task.batch(0, 2, 5)
@@ -31,24 +31,24 @@ def test_has_the_shape_of_a_task_and_a_gradient(task: Task) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: type(t).__name__)
-def test_the_shares_of_an_evaluation_add_up_to_the_whole(task: Task) -> None:
+def test_the_parts_of_an_evaluation_add_up(task: Task) -> None:
     module = task.build()
     with torch.no_grad():
         whole = task.evaluate(module, 0, 1)
-        shares = [task.evaluate(module, part, 3) for part in range(3)]
+        results = [task.evaluate(module, part, 3) for part in range(3)]
     for name, (total, count) in whole.items():
-        assert sum(s[name][1] for s in shares) == count
-        assert math.isclose(sum(s[name][0] for s in shares), total, rel_tol=1e-4)
+        assert sum(s[name][1] for s in results) == count
+        assert math.isclose(sum(s[name][0] for s in results), total, rel_tol=1e-4)
     assert "loss" in whole
 
 
-def test_a_share_may_be_empty() -> None:
+def test_a_part_may_be_empty() -> None:
     task = SyntheticFrames(samples=8, held_out=2)
     with torch.no_grad():
         assert task.evaluate(task.build(), 6, 7) == {"loss": (0.0, 0.0), "accuracy": (0.0, 0.0)}
 
 
-def test_an_untrained_network_knows_nothing() -> None:
+def test_an_untrained_network_has_the_loss_of_guessing() -> None:
     with torch.no_grad():
         loss, frames = SMALL.evaluate(SMALL.build(), 0, 1)["loss"]
     assert frames == 30 * 12
@@ -56,8 +56,8 @@ def test_an_untrained_network_knows_nothing() -> None:
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_every_place_of_the_epoch_once(epoch: int) -> None:
-    x, _ = SMALL._said(SMALL.samples, TRAINING)
+def test_an_epoch_has_every_sample_once(epoch: int) -> None:
+    x, _ = SMALL._frames(SMALL.samples, TRAINING)
     cuts = [0, 1, 17, 64, 100]
     seen = torch.cat([SMALL.batch(epoch, a, b)[0] for a, b in pairwise(cuts)])
     order = epoch_order(SMALL.seed, epoch, SMALL.samples)
@@ -71,36 +71,36 @@ def test_a_batch_is_a_pure_function_of_its_arguments() -> None:
     assert not torch.equal(SMALL.batch(3, 10, 20)[0], SMALL.batch(4, 10, 20)[0])
 
 
-def test_the_seed_orders_and_the_world_speaks() -> None:
+def test_the_seed_orders_samples_and_the_world_generates_them() -> None:
     other_seed, other_world = SyntheticFrames(samples=100, seed=1), SyntheticFrames(samples=100, world=1)
-    assert torch.equal(SMALL._said(100, TRAINING)[0], other_seed._said(100, TRAINING)[0])
+    assert torch.equal(SMALL._frames(100, TRAINING)[0], other_seed._frames(100, TRAINING)[0])
     assert not torch.equal(SMALL.batch(0, 0, 50)[1], other_seed.batch(0, 0, 50)[1])
-    assert not torch.equal(SMALL._said(100, TRAINING)[0], other_world._said(100, TRAINING)[0])
+    assert not torch.equal(SMALL._frames(100, TRAINING)[0], other_world._frames(100, TRAINING)[0])
 
 
-def test_speech_is_the_same_whenever_it_is_made() -> None:
-    x, y = TEACHER.speak(6, 7, TRAINING)
-    again = TEACHER.speak(6, 7, TRAINING)
+def test_frames_are_reproducible() -> None:
+    x, y = GENERATOR.generate(6, 7, TRAINING)
+    again = GENERATOR.generate(6, 7, TRAINING)
     assert x.shape == (6, 7, 5)
     assert x.dtype == torch.float32
     assert torch.equal(x, again[0])
     assert torch.equal(y, again[1])
-    assert not torch.equal(x, TEACHER.speak(6, 7, HELD_OUT)[0])
+    assert not torch.equal(x, GENERATOR.generate(6, 7, VALIDATION)[0])
 
 
 def test_phones_run_from_left_to_right() -> None:
-    states = TEACHER.speak(200, 20, TRAINING)[1].numpy()
+    states = GENERATOR.generate(200, 20, TRAINING)[1].numpy()
     before, after = states[:, :-1], states[:, 1:]
     ends, starts = before % 3 == 2, after % 3 == 0
     assert np.all((after == before) | (~ends & (after == before + 1)) | (ends & starts))
 
 
-def test_paired_phones_share_the_sound_of_their_middle_state() -> None:
-    quiet = Teacher(world=0, phones=4, features=8, stay=1.0, noise=0.0, speaker=0.0)  # every chunk stays in one state
-    x, y = quiet.speak(200, 3, TRAINING)
-    sound = {int(state): x[i, 1] for i, state in enumerate(y[:, 0])}
-    assert torch.allclose(sound[1], sound[4])
-    assert not torch.allclose(sound[0], sound[3])
+def test_paired_phones_share_the_mean_of_their_middle_state() -> None:
+    quiet = FrameGenerator(world=0, phones=4, features=8, stay=1.0, noise=0.0, speaker=0.0)  # every chunk stays in one state
+    x, y = quiet.generate(200, 3, TRAINING)
+    mean = {int(state): x[i, 1] for i, state in enumerate(y[:, 0])}
+    assert torch.allclose(mean[1], mean[4])
+    assert not torch.allclose(mean[0], mean[3])
 
 
 def test_speech_sized_networks_have_four_million_parameters() -> None:
@@ -109,7 +109,7 @@ def test_speech_sized_networks_have_four_million_parameters() -> None:
     assert 3.8e6 < sizes.pop() < 4.3e6
 
 
-def test_noise_comes_from_the_pool_wherever_the_epoch_stands() -> None:
+def test_noise_comes_from_the_pool_at_every_position() -> None:
     task = Blstm()
     for start in (0, 255, 256, 100_000, task.samples - 64):
         assert task.batch(0, start, start + 64)[0].shape == (64, 21, 140)

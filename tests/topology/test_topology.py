@@ -1,4 +1,4 @@
-"""Matchings are matchings, learners that meet agree, and they agree as fast as the metrics say."""
+"""Every round is a matching, its matrix conserves the mean, and ranks agree as fast as the spectra predict."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_mixing_is_doubly_stochastic_and_conserves_the_mean(name: str, r: int, s
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_over_a_sweep_everybody_meets_and_the_graph_is_connected(name: str, size: int) -> None:
+def test_a_sweep_pairs_every_rank_and_connects_the_graph(name: str, size: int) -> None:
     entry = topology(name)
     sweeps = 1 if not entry.random else 20
     played = [matching(name, r, size, 3) for r in range(sweeps * entry.sweep(size))]
@@ -112,7 +112,7 @@ def test_draws_differ_between_seeds_and_between_sweeps(name: str) -> None:
     assert len({tuple(matching(name, r * step, 16, seed)) for r in range(5) for seed in range(5)}) == 25
 
 
-def test_the_drawn_pairs_never_change() -> None:
+def test_random_pairs_never_change_between_versions() -> None:
     # Learners with other versions of numpy, and runs that are resumed years later, rely on these very pairs.
     assert matching("random_ring", 0, 8, 0) == [5, 6, 7, 4, 3, 0, 1, 2]
     assert matching("random_cycle", 3, 7, 1) == [3, 6, 5, 0, 4, 2, 1]
@@ -126,7 +126,7 @@ def test_random_ring_draws_all_perfect_matchings_equally() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_colours_are_a_proper_edge_colouring(size: int) -> None:
+def test_ring_colors_are_a_proper_edge_coloring(size: int) -> None:
     period = topology("ring").period(size)
     assert period == (1 if size <= 2 else 2 if size % 2 == 0 else 3)
     played = [(min(i, j), max(i, j)) for r in range(period) for i, j in enumerate(matching("ring", r, size)) if i < j]
@@ -181,7 +181,7 @@ def test_scheduled_contraction_is_what_zero_gradients_show(name: str, size: int)
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", DRAWN)
-def test_drawn_contraction_is_what_zero_gradients_show_on_average(name: str, size: int) -> None:
+def test_random_contraction_is_what_zero_gradients_show_on_average(name: str, size: int) -> None:
     sweep = topology(name).sweep(size)
     start = np.random.default_rng(2).normal(size=(size, 3))
     after = [spread(play(start, name, range(sweep), seed)) for seed in range(300)]
@@ -280,12 +280,12 @@ def test_rounds_to_agreement_is_the_first_round_that_suffices(name: str, size: i
     assert spread_of_worst[0] >= factor * (1 - 1e-9)
 
 
-def test_rounds_to_agreement_of_drawn_pairs() -> None:
+def test_rounds_to_agreement_of_random_pairs() -> None:
     assert [rounds_to_agreement("random_ring", size) for size in (1, 2, 3, 8, 16)] == [0, 1, 14, 11, 13]
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_describe_is_json_and_agrees_with_the_figures(name: str) -> None:
+def test_describe_is_json_and_agrees_with_the_functions(name: str) -> None:
     page = json.loads(json.dumps(describe(name, 8)))
     assert page["contraction"] == contraction(name, 8)
     assert page["gap"] == gap(name, 8) == 1 - math.sqrt(page["contraction"])
@@ -299,7 +299,7 @@ def test_describe_is_json_and_agrees_with_the_figures(name: str) -> None:
 # ------------------------------------------------------------------------------------------------------- errors
 
 
-def test_a_wrong_name_offers_the_nearest() -> None:
+def test_an_unknown_name_suggests_a_similar_one() -> None:
     with pytest.raises(UsageError, match="did you mean 'random_ring'"):
         topology("randomring")
 

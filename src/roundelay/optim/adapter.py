@@ -1,7 +1,7 @@
-"""Any torch optimizer as D(g): a function from gradient to displacement, on the flat vector.
+"""Adapts any torch optimizer to D(g): a function from a gradient to an update, on the flat vector.
 
-SGD, which acoustic models are mostly trained with, has one fused pass of its own; every other optimizer runs its own step()
-on the module's parameters, and the displacement is what it changed. The rate comes from a schedule over global samples.
+SGD has a fused implementation. Every other optimizer runs its own step() on the module's parameters, and the update is the
+change of the parameters. The learning rate follows a schedule over global samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roundelay.errors import UsageError
 
 @dataclass(frozen=True)
 class _Range:
-    """A stretch of the vector whose parameters share one group of settings."""
+    """A contiguous range of the vector whose parameters belong to one parameter group."""
 
     start: int
     stop: int
@@ -30,25 +30,25 @@ class _Range:
 
 
 class OptimizerAdapter:
-    """D: the local optimizer. `factor(position)` scales every group's rate by the schedule."""
+    """D: the local optimizer. `factor(position)` is the factor of the schedule on the learning rate of every group."""
 
     def __init__(
         self,
         flat: Flat,
         optimizer: torch.optim.Optimizer,
-        clip: float = 0.0,
+        max_grad_norm: float = 0.0,
         factor: Callable[[int], float] | None = None,
     ) -> None:
-        self.flat, self.torch, self.clip, self.factor = flat, optimizer, clip, factor
+        self.flat, self.torch, self.max_grad_norm, self.factor = flat, optimizer, max_grad_norm, factor
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
         self.before: Tensor | None = None
         owner = {p: group for group in optimizer.param_groups for p in group["params"]}
         missing = [slot.name for slot in flat.slots if slot.parameter not in owner]
         if missing:
             raise UsageError(
-                f"the optimizer does not know {len(missing)} trainable parameters",
+                f"the optimizer must hold all trainable parameters (got {len(missing)} fewer)",
                 where=", ".join(missing[:3]),
-                hint="make the optimizer from module.parameters(), or set requires_grad=False on what must not train",
+                hint="build the optimizer from module.parameters(), or set requires_grad=False on frozen parameters",
             )
         self.groups = [owner[slot.parameter] for slot in flat.slots]
         self.fused = type(optimizer) is torch.optim.SGD and all(
@@ -65,7 +65,7 @@ class OptimizerAdapter:
                     optimizer.state[slot.parameter]["momentum_buffer"] = view
 
     def set_position(self, position: int) -> None:
-        """Global samples so far: sets every group's rate, where there is a schedule; else the rates are the user's own."""
+        """Set the learning rates for this number of global samples. Without a schedule they stay as the user set them."""
         if self.factor is None:
             return
         factor = self.factor(position)
@@ -74,9 +74,11 @@ class OptimizerAdapter:
 
     @property
     def lr(self) -> float:
+        """Return the learning rate of the first parameter group."""
         return float(self.torch.param_groups[0]["lr"])
 
     def delta(self, g: Vector) -> Update:
+        """Return D(g). It is computed when it is first used; zero for a gradient without samples."""
         if isinstance(g, Gradient) and g.samples == 0:
             return _NoUpdate(self.flat.phi)
         return (_FusedSGDUpdate if self.fused else _OptimizerUpdate)(self, g)
@@ -86,42 +88,42 @@ class OptimizerAdapter:
     def _state_tensors(self) -> list[Tensor]:
         if self.fused:
             return [] if self.momentum is None else [self.momentum]
-        found = []
-        local: frozenset[str] = getattr(
-            self.torch, "local_state", frozenset()
-        )  # what no average of several learners' would make sense of
+        averaged = []
+        # state that cannot be averaged over ranks
+        local: frozenset[str] = getattr(self.torch, "local_state", frozenset())
         for slot in self.flat.slots:
             state = self.torch.state.get(slot.parameter, {})
             tensors = [state[key] for key in sorted(state) if key not in local and isinstance(state[key], Tensor)]
-            found += [tensor for tensor in tensors if tensor.is_floating_point()]
-        return found
+            averaged += [tensor for tensor in tensors if tensor.is_floating_point()]
+        return averaged
 
     def _complete_state(self) -> None:
-        """Torch makes a parameter's state at its first gradient; a learner that had none yet must still bring a vector as long
-        as the others' to an average."""
+        """Create the state of parameters that had no gradient yet, so that the state vectors of all ranks have equal length."""
         for slot, group in zip(self.flat.slots, self.groups, strict=True):
             if not self.torch.state.get(slot.parameter):
                 twin = torch.nn.Parameter(slot.parameter.detach().clone())
                 twin.grad = torch.zeros_like(twin)
-                made = same_kind(self.torch, group, twin)
-                made.step()
-                for key, value in made.state.get(twin, {}).items():
+                optimizer = same_kind(self.torch, group, twin)
+                optimizer.step()
+                for key, value in optimizer.state.get(twin, {}).items():
                     self.torch.state[slot.parameter][key] = value * 0 if key == "step" else value
 
     def state_vector(self) -> Tensor:
+        """Return a copy of the floating-point state as one vector, possibly empty."""
         if not self.fused:
             self._complete_state()
         tensors = self._state_tensors()
         return torch.cat([t.reshape(-1) for t in tensors]) if tensors else torch.empty(0)
 
     def load_state_vector(self, state: Tensor) -> None:
+        """Load what `state_vector` returned."""
         start = 0
         for t in self._state_tensors():
             t.copy_(state[start : start + t.numel()].view_as(t))
             start += t.numel()
 
     def to_saved(self) -> tuple[dict[str, Tensor], dict]:
-        """The state as tensors and as numbers, by names that a checkpoint can hold."""
+        """Return the state as tensors and numbers by name, for a checkpoint."""
         if self.fused:
             return ({} if self.momentum is None else {"momentum": self.momentum}), {}
         tensors: dict[str, Tensor] = {}
@@ -135,6 +137,7 @@ class OptimizerAdapter:
         return tensors, numbers
 
     def from_saved(self, tensors: dict[str, Tensor], numbers: dict) -> None:
+        """Load what `to_saved` returned."""
         if self.fused:
             if self.momentum is not None and "momentum" in tensors:
                 self.momentum.copy_(tensors["momentum"])
@@ -145,10 +148,11 @@ class OptimizerAdapter:
                 for name, value in source.items():
                     owner, _, key = name.rpartition("/")
                     if owner == slot.name:
-                        # a copy lies as torch lays tensors out; in a file's memory matrix products may round otherwise
+                        # clone: tensors in the file's memory have another alignment, which can change the rounding of products
                         self.torch.state[slot.parameter][key] = value.clone() if isinstance(value, Tensor) else value
 
     def reset_state(self) -> None:
+        """Clear the state; momentum becomes zero."""
         if self.fused:
             if self.momentum is not None:
                 self.momentum.zero_()
@@ -157,49 +161,49 @@ class OptimizerAdapter:
 
     @cached_property
     def ranges(self) -> list[_Range]:
-        """The vector in stretches whose parameters share a group."""
-        found: list[_Range] = []
+        """Return the vector as ranges whose parameters share a group."""
+        ranges: list[_Range] = []
         start = 0
         for i, slot in enumerate(self.flat.slots):
             if i + 1 == len(self.groups) or self.groups[i + 1] is not self.groups[i]:
-                found.append(_Range(start, slot.stop, self.groups[i]))
+                ranges.append(_Range(start, slot.stop, self.groups[i]))
                 start = slot.stop
-        return found
+        return ranges
 
-    # -- what displacements need -----------------------------------------------------------------------------------
+    # -- used by updates -------------------------------------------------------------------------------------------
 
     def pieces(self, g: Vector) -> list[tuple[_Range, Tensor]]:
-        """The gradient in pieces that lie contiguously: per parameter as backward left them, or cut from a vector."""
+        """Return the gradient in contiguous pieces: one per parameter after backward, or slices of a vector."""
         vector = None if isinstance(g, Gradient) and g.in_parameters else materialize(g)
         if vector is not None:
             return [(at, vector[at.start : at.stop]) for at in self.ranges]
-        found: list[tuple[_Range, Tensor]] = []
+        pieces: list[tuple[_Range, Tensor]] = []
         for slot, group in zip(self.flat.slots, self.groups, strict=True):
             grad = slot.parameter.grad
             if grad is not None:
                 if grad.is_sparse:
-                    raise UsageError("sparse gradients are not supported", where=slot.name, hint="use sparse=False")
-                found.append((_Range(slot.start, slot.stop, group), grad.contiguous().view(-1)))
-        return found
+                    raise UsageError("gradients must be dense (got a sparse one)", where=slot.name, hint="set sparse=False")
+                pieces.append((_Range(slot.start, slot.stop, group), grad.contiguous().view(-1)))
+        return pieces
 
     def clip_scale(self, pieces: list[tuple[_Range, Tensor]]) -> float:
-        """What the gradient must be multiplied with so that its norm is at most `clip`."""
-        if not self.clip:
+        """Return the factor that limits the norm of the gradient to `max_grad_norm`."""
+        if not self.max_grad_norm:
             return 1.0
         norm = float(torch.nn.utils.get_total_norm([piece for _, piece in pieces]))
-        return min(1.0, self.clip / (norm + 1e-6))
+        return min(1.0, self.max_grad_norm / (norm + 1e-6))
 
 
 def same_kind(optimizer: torch.optim.Optimizer, group: dict, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings for another parameter."""
-    taken = inspect.signature(type(optimizer)).parameters  # `defaults` may hold more: AdamW's decoupled_weight_decay
-    defaults = {k: v for k, v in optimizer.defaults.items() if k in taken}
-    made: torch.optim.Optimizer = type(optimizer)([{**group, "params": [parameter]}], **defaults)
-    return made
+    """Return an optimizer of the same class and settings for another parameter."""
+    accepted = inspect.signature(type(optimizer)).parameters  # `defaults` may hold more: AdamW's decoupled_weight_decay
+    defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    twin: torch.optim.Optimizer = type(optimizer)([{**group, "params": [parameter]}], **defaults)
+    return twin
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer whose state a checkpoint could not hold: it takes one step on a parameter of no account."""
+    """Raise UsageError if a checkpoint could not hold the optimizer's state. It tries one step on a dummy parameter."""
     probe = torch.nn.Parameter(torch.ones(2, 2))
     probe.grad = torch.ones(2, 2)
     name = type(optimizer).__name__
@@ -209,21 +213,21 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
         state = list(twin.state.get(probe, {}).items())
     except Exception as error:
         raise UsageError(
-            f"the optimizer {name} cannot take a plain step: {error}",
+            f"optimizer {name} failed to take a step: {error}",
             where="optimizer",
-            hint="use one whose step() needs no closure",
+            hint="use an optimizer whose step() needs no closure",
         ) from error
     odd = [key for key, value in state if not isinstance(value, Tensor | int | float | None)]
     if odd:
         raise UsageError(
-            f"the optimizer {name} keeps state that is neither tensor nor number: {', '.join(odd)}",
+            f"the state of optimizer {name} must be tensors and numbers (got something else in: {', '.join(odd)})",
             where="optimizer",
-            hint="use an optimizer of tensors and numbers (all of torch.optim but LBFGS are)",
+            hint="use any optimizer of torch.optim except LBFGS",
         )
 
 
 class _NoUpdate(Update):
-    """The displacement of a learner that had no batch."""
+    """The zero update of a rank that had no batch."""
 
     def __init__(self, phi: Tensor) -> None:
         super().__init__()
@@ -238,7 +242,7 @@ class _NoUpdate(Update):
 
 
 class _FusedSGDUpdate(Update):
-    """lr * u with u <- momentum, Nesterov and weight decay as torch.optim.SGD defines them."""
+    """lr * u, where u has momentum, Nesterov and weight decay as torch.optim.SGD defines them."""
 
     def __init__(self, owner: OptimizerAdapter, g: Vector) -> None:
         super().__init__()
@@ -261,7 +265,7 @@ class _FusedSGDUpdate(Update):
     def add_to(self, w: Tensor, phi: Tensor, untouched: bool) -> None:
         owner = self._owner
         pieces = [] if self.computed else owner.pieces(self._g)
-        if self.computed or self._looks_at_phi(pieces):
+        if self.computed or self._depends_on_phi(pieces):
             w.add_(self.tensor())
             if phi is not w:
                 phi.copy_(w)
@@ -280,29 +284,29 @@ class _FusedSGDUpdate(Update):
             else:
                 kernels.sgd_move(part, copy, g, owner.momentum[at.start : at.stop], scale, at.group["momentum"], step)
         if covered < w.numel() and phi is not w:
-            phi.copy_(w)  # parameters without a gradient may have been changed by a neighbour
+            phi.copy_(w)  # parameters without a gradient may have been changed by another rank
 
     def assign_to(self, base: Tensor, phi: Tensor) -> None:
-        if self.computed or self._looks_at_phi(self._owner.pieces(self._g)):
+        if self.computed or self._depends_on_phi(self._owner.pieces(self._g)):
             super().assign_to(base, phi)
             return
         phi.copy_(base)
         self.add_to(phi, phi, True)
 
     @staticmethod
-    def _looks_at_phi(pieces: list[tuple[_Range, Tensor]]) -> bool:
+    def _depends_on_phi(pieces: list[tuple[_Range, Tensor]]) -> bool:
         return any(at.group["weight_decay"] or at.group["nesterov"] for at, _ in pieces)
 
 
 class _OptimizerUpdate(Update):
-    """Whatever optimizer.step() does to the parameters."""
+    """The change of the parameters by optimizer.step()."""
 
     def __init__(self, owner: OptimizerAdapter, g: Vector) -> None:
         super().__init__()
         self._owner, self._g = owner, g
 
     def _step(self) -> Tensor:
-        """phi <- phi after optimizer.step(); returns phi before."""
+        """Run optimizer.step() on phi. Returns phi before the step."""
         owner, phi = self._owner, self._owner.flat.phi
         if owner.before is None:
             owner.before = torch.empty_like(phi)
@@ -312,8 +316,8 @@ class _OptimizerUpdate(Update):
             owner.flat.scatter(materialize(self._g))
         if hasattr(owner.torch, "local_gradient"):
             owner.torch.local_gradient = in_parameters
-        if owner.clip:
-            torch.nn.utils.clip_grad_norm_([slot.parameter for slot in owner.flat.slots], owner.clip)
+        if owner.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_([slot.parameter for slot in owner.flat.slots], owner.max_grad_norm)
         owner.torch.step()
         return owner.before
 

@@ -1,10 +1,10 @@
-"""Learning-rate schedules over global samples: a factor on every rate, the same for every strategy.
+"""Learning-rate schedules over global samples: a factor on every learning rate, the same for every strategy.
 
-constant   1
-cosine     (1 + cos(pi t)) / 2          t: the fraction of the run that is done, after the warm-up
-ibm        1, and from `anneal_after` epochs on times 1/sqrt(2) per epoch (Zhang et al. 2019)
+constant      1
+cosine        (1 + cos(pi t)) / 2     t: the completed fraction of the run, after the warm-up
+sqrt2_decay   1; after `anneal_after_epochs` epochs multiplied by 1/sqrt(2) per epoch (Zhang et al. 2019)
 
-Each may begin with a linear warm-up from `warmup_from` to 1 over the first `warmup` epochs.
+Each may start with a linear warm-up from `warmup_from` to 1 over the first `warmup_epochs` epochs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from roundelay.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """The factor at a number of global samples."""
+    """The factor on the learning rate as a function of global samples. `samples`: per epoch; `total`: of the run."""
 
     kind: str
     samples: int
@@ -55,6 +55,7 @@ SHAPES: dict[str, Callable[[LrSchedule, int, float], float]] = {
 
 
 def lr_schedule(kind: str, samples: int, total: int, warmup_epochs: float, anneal_after_epochs: float) -> LrSchedule:
+    """Return a schedule. Raises UsageError for an unknown kind."""
     if kind not in SHAPES:
-        raise UsageError(f"there is no schedule '{kind}'", where="schedule", hint=did_you_mean(kind, SHAPES))
+        raise UsageError(f"unknown schedule '{kind}'", where="schedule", hint=did_you_mean(kind, SHAPES))
     return LrSchedule(kind, samples, total, warmup_epochs, anneal_after_epochs)

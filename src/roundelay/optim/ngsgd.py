@@ -2,19 +2,19 @@
 
     G~ = γ  A^-1 G B^-1          G: the gradient of a matrix [out, in]; A, B: its Fisher factors on the output and input side
 
-The Fisher matrix of an affine layer is taken as A ⊗ B, A from the derivatives of its outputs, B from its inputs. Each is kept
-in low rank, F = R' D R + ρ I (R has orthonormal rows), smoothed by a multiple of its own trace, and followed online:
+The Fisher matrix of an affine layer is approximated by A ⊗ B, A from the derivatives of its outputs, B from its inputs. Each
+is low-rank plus identity, F = R' D R + ρ I (R has orthonormal rows), smoothed by a multiple of its trace, and updated online:
 
     F^  = F + α/dim tr(F) I  =  R' D R + β I          β F^-1 = I - R' E R,   E = D (D + β)^-1
     F  <- the best F of this form near   η X'X/N + (1 - η) F      one step of a power iteration, X: rows of N samples
 
-γ restores the size that the gradient had, so rates mean what they mean in plain SGD, and the scale of inputs, outputs and loss
-has no influence on direction. The matrix of this step is used before it learns from this step's rows, as in the paper.
+γ restores the norm of the gradient, so learning rates mean the same as in plain SGD, and the scale of inputs, outputs and loss
+does not influence the direction. A step uses the factors from before its own rows are added, as in the paper.
 
-Rows X come from hooks on nn.Linear where the gradient is the learner's own. Where activations are out of reach (the matrices of
-an LSTM), or the gradient is a mean of several learners' (sync, a hierarchy), the rows and columns of the gradient itself stand
-for them: our choice, not the paper's. Vectors (biases) take plain SGD steps; the paper treats a bias as one more input. The
-factors belong to a learner: they are saved with it and never averaged, as in Kaldi, where they do not outlive a job.
+Rows X come from hooks on nn.Linear if the gradient is that of this rank. If activations are not accessible (the matrices of an
+LSTM), or the gradient is a mean over ranks (sync, a hierarchy), the rows and columns of the gradient replace them: our choice,
+not the paper's. Vectors (biases) take plain SGD steps; the paper treats a bias as one more input. The factors belong to one
+rank. They are saved with it and never averaged, as in Kaldi, where they last for one job.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 512
-"""Rows of activations looked at per step: enough for factors of rank 80."""
+"""Maximum rows of activations used per step: enough for factors of rank 80."""
 EAGER_STEPS = 10
+"""First steps, which update the factors each."""
 FIRST_UPDATES = 3
-OWN_FORGETTING = 0.1
-"""η where rows of the gradient stand for samples: one gradient is one observation, whatever its rows."""
+GRADIENT_FORGETTING = 0.1
+"""η if rows of the gradient replace samples: a gradient is one observation, whatever the number of its rows."""
 LEAST = 1e-10
 SIDES = ("in", "out")
 
 
-def begin(rows: Tensor, rank: int) -> dict[str, Tensor]:
-    """A factor fitted to rows [n, dim]."""
+def init_factor(rows: Tensor, rank: int) -> dict[str, Tensor]:
+    """Return a factor fitted to rows [n, dim]."""
     dim = rows.shape[1]
     rank = max(1, min(rank, dim - 1))
     start = torch.randn(dim, rank, generator=torch.Generator().manual_seed(dim), dtype=torch.float64)
     mean = max(float(rows.square().sum()) / rows.shape[0] / dim, LEAST)
-    made = {
+    factor = {
         "basis": torch.linalg.qr(start).Q.T.to(rows).contiguous(),
         "scale": torch.full((rank,), LEAST).to(rows),
         "floor": torch.tensor(mean).to(rows),
     }
     for _ in range(FIRST_UPDATES):
-        made = follow(made, rows, 0.9)
-    return made
+        factor = update_factor(factor, rows, 0.9)
+    return factor
 
 
-def follow(factor: dict[str, Tensor], rows: Tensor, eta: float) -> dict[str, Tensor]:
-    """The factor after rows [n, dim] were seen, with forgetting eta."""
+def update_factor(factor: dict[str, Tensor], rows: Tensor, eta: float) -> dict[str, Tensor]:
+    """Return the factor after an update with rows [n, dim] and forgetting eta."""
     basis, scale, floor = factor["basis"], factor["scale"], factor["floor"]
     (rank, dim), n = basis.shape, rows.shape[0]
     product = ((basis @ rows.T) @ rows) * (eta / n) + (1 - eta) * (scale + floor)[:, None] * basis
@@ -63,7 +64,7 @@ def follow(factor: dict[str, Tensor], rows: Tensor, eta: float) -> dict[str, Ten
     least = max(LEAST, 1e-7 * trace / dim)
     sizes = values.clamp_min(least * least).sqrt()
     directions = (vectors / sizes).T @ wide
-    q, r = torch.linalg.qr(directions.T)  # directions that hardly occur are lost in rounding: made orthonormal again
+    q, r = torch.linalg.qr(directions.T)  # rounding loses rare directions: orthonormalize again
     rest = max((trace - float(sizes.sum())) / max(dim - rank, 1), least)
     return {
         "basis": (q * torch.sign(torch.where(r.diagonal() == 0, 1.0, r.diagonal()))).T.to(basis).contiguous(),
@@ -72,21 +73,21 @@ def follow(factor: dict[str, Tensor], rows: Tensor, eta: float) -> dict[str, Ten
     }
 
 
-def strip(factor: dict[str, Tensor], rows: Tensor, alpha: float) -> Tensor:
-    """β rows F^-1: rows with their common directions made smaller."""
+def precondition(factor: dict[str, Tensor], rows: Tensor, alpha: float) -> Tensor:
+    """Return β rows F^-1: rows with their common directions scaled down."""
     basis, scale, floor = factor["basis"], factor["scale"], factor["floor"]
     beta = floor * (1 + alpha) + alpha * scale.sum() / basis.shape[1]
     return rows - ((rows @ basis.T) * (scale / (scale + beta))) @ basis
 
 
 class NGSGD(torch.optim.Optimizer):
-    """SGD on preconditioned gradients. The defaults are those that Kaldi's documentation shows.
+    """SGD on preconditioned gradients. The defaults are those of Kaldi's documentation.
 
-    rank_in, rank_out   rank of the factors on the side of inputs and of outputs
-    alpha               how strongly factors are smoothed towards a multiple of one
+    rank_in, rank_out   rank of the factors on the input and the output side
+    alpha               smoothing of the factors towards a multiple of the identity
     update_period       steps between updates of the factors, after the first few
-    history             samples that the factors of a Linear remember
-    max_change          largest norm of one step over all parameters; 0: no limit
+    history             number of samples over which the factors of a Linear average
+    max_change          maximum norm of one step over all parameters; 0: no limit
     """
 
     def __init__(
@@ -110,33 +111,35 @@ class NGSGD(torch.optim.Optimizer):
             },
         )  # fmt: skip
         self.local_gradient = True
-        """Whether the gradient in the parameters is what this learner's last backward left there."""
-        self._seen: dict[nn.Parameter, dict[str, Tensor]] = {}
+        """True if the gradient in the parameters is that of this rank's last backward."""
+        self._rows: dict[nn.Parameter, dict[str, Tensor]] = {}
 
     local_state = frozenset(f"{side}_{part}" for side in SIDES for part in ("basis", "scale", "floor"))
-    """State that makes sense to its owner alone: an average of bases is none."""
+    """State that is never averaged over ranks: an average of bases is not a basis."""
 
     def watch(self, module: nn.Module) -> NGSGD:
-        """Looks at the inputs and output derivatives of every Linear of the module."""
+        """Record inputs and output derivatives of every Linear of the module, by hooks. Returns self."""
 
-        def look(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # a copy of the module has no optimizer
-            self._look(layer, inputs[0], output)
+        # a function, not a bound method: a deep copy of the module must not copy the optimizer
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self._record(layer, inputs[0], output)
 
         for layer in module.modules():
             if isinstance(layer, nn.Linear) and layer.weight.requires_grad:
-                layer.register_forward_hook(look)
+                layer.register_forward_hook(hook)
         return self
 
-    def _look(self, layer: nn.Module, inputs: Tensor, output: Tensor) -> None:
+    def _record(self, layer: nn.Module, inputs: Tensor, output: Tensor) -> None:
         weight = layer.weight
         if not (layer.training and torch.is_grad_enabled() and output.requires_grad and isinstance(weight, nn.Parameter)):
             return
-        seen: dict[str, Tensor] = {"in": some(inputs)}
-        self._seen[weight] = seen
-        output.register_hook(lambda g: seen.__setitem__("out", some(g)))
+        rows: dict[str, Tensor] = {"in": subsample(inputs)}
+        self._rows[weight] = rows
+        output.register_hook(lambda g: rows.__setitem__("out", subsample(g)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters, and the factors if they are due."""
         loss = closure() if closure is not None else None
         steps: list[tuple[nn.Parameter, Tensor, float]] = []
         norm2, limit = 0.0, 0.0
@@ -152,7 +155,7 @@ class NGSGD(torch.optim.Optimizer):
         scale = min(1.0, limit / (math.sqrt(norm2) + 1e-30)) if limit else 1.0
         for p, u, lr in steps:
             p.add_(u, alpha=-lr * scale)
-        self._seen.clear()
+        self._rows.clear()
         return loss
 
     def _with_momentum(self, p: nn.Parameter, u: Tensor, group: dict[str, Any]) -> Tensor:
@@ -168,34 +171,37 @@ class NGSGD(torch.optim.Optimizer):
         g = gradient.flatten(1) if gradient.dim() > 1 else gradient
         if g.dim() < 2 or min(g.shape) < 2:
             return gradient
-        seen = self._seen.get(p, {}) if self.local_gradient else {}
-        watched = len(seen) == 2
-        rows = seen if watched else {"in": g, "out": g.T}
+        recorded = self._rows.get(p, {}) if self.local_gradient else {}
+        watched = len(recorded) == 2
+        rows = recorded if watched else {"in": g, "out": g.T}
         due = number <= EAGER_STEPS or number % group["update_period"] == 0
-        found, gamma = g, 1.0
+        direction, gamma = g, 1.0
         for side in SIDES:
             factor = {part: state[f"{side}_{part}"] for part in ("basis", "scale", "floor")} if number > 1 else None
             if factor is None:
-                factor = begin(rows[side], group[f"rank_{side}"])
-            found = strip(factor, found, group["alpha"]) if side == "in" else strip(factor, found.T, group["alpha"]).T
+                factor = init_factor(rows[side], group[f"rank_{side}"])
+            if side == "in":
+                direction = precondition(factor, direction, group["alpha"])
+            else:
+                direction = precondition(factor, direction.T, group["alpha"]).T
             if watched:
-                gamma *= size_kept(rows[side], strip(factor, rows[side], group["alpha"]))
+                gamma *= norm_ratio(rows[side], precondition(factor, rows[side], group["alpha"]))
             if due:
                 n = rows[side].shape[0] * group["update_period"]
-                eta = min(0.9, 1 - math.exp(-n / group["history"])) if watched else OWN_FORGETTING
-                factor = follow(factor, rows[side], eta)
+                eta = min(0.9, 1 - math.exp(-n / group["history"])) if watched else GRADIENT_FORGETTING
+                factor = update_factor(factor, rows[side], eta)
             state.update({f"{side}_{part}": value for part, value in factor.items()})
         if not watched:
-            gamma = size_kept(g, found)
-        return (found * gamma).view_as(gradient)
+            gamma = norm_ratio(g, direction)
+        return (direction * gamma).view_as(gradient)
 
 
-def size_kept(before: Tensor, after: Tensor) -> float:
-    """What `after` must be multiplied with to be as large as `before`."""
+def norm_ratio(before: Tensor, after: Tensor) -> float:
+    """Return the factor that gives `after` the norm of `before`."""
     return float(before.norm()) / max(float(after.norm()), 1e-30)
 
 
-def some(rows: Tensor) -> Tensor:
-    """At most ROWS of the rows [..., dim], evenly taken."""
+def subsample(rows: Tensor) -> Tensor:
+    """Return at most ROWS of the rows [..., dim], evenly spaced."""
     rows = rows.detach().flatten(0, -2)
     return rows[:: -(-rows.shape[0] // ROWS)]

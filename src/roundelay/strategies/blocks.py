@@ -26,7 +26,7 @@ class AveragingBlocks:
     """Global samples at the end of the block; 0 before the first step, and with static sharding."""
 
     def ends_before_step(self, me: Worker, K: int) -> bool:
-        """Return True if this step's samples lie beyond the block (dynamic): then average before the gradient, and ask again."""
+        """Return True if this step's samples lie beyond the block (dynamic). Then average, and call it again."""
         if not self.dynamic:
             return False
         if self.end == 0:

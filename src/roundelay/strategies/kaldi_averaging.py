@@ -97,9 +97,12 @@ class KaldiAveraging(Strategy):
         w = me.mean(me.w, weight=n)
         me.assign_(w)
         self.averages += 1
-        if me.step_info.total != self.total:  # a finished run was extended: its last averages are still to come
-            self.combined, self.combined_count, self.total = torch.zeros_like(self.combined), 0, me.step_info.total
-        if self.averages_left(me) < self.combine:
+        left = self.averages_left(me)
+        if me.step_info.total != self.total:  # a finished run was extended: its last averages may still be to come
+            self.total = me.step_info.total
+            if left + self.combined_count >= self.combine:
+                self.combined, self.combined_count = torch.zeros_like(self.combined), 0
+        if left < self.combine:
             self.combined, self.combined_count = self.combined + w, self.combined_count + 1
         elif self.combined_count:  # batches became smaller, so the end is further away than it seemed
             self.combined, self.combined_count = torch.zeros_like(self.combined), 0

@@ -169,7 +169,7 @@ class Worker:
         return Gradient(lambda: g, self.step_info.node_samples, share)
 
     def run_follower_step(self) -> None:
-        """Run the step of a rank that does not lead its node: compute a gradient at the leader's w and reduce it to the leader."""
+        """Run the step of a rank that is not a leader: compute a gradient at the leader's w and reduce it to the leader."""
         assert self._node_group is not None
         self._node_gradient(self._node_group)
 
@@ -205,7 +205,7 @@ class Worker:
         return self.flat.gather(self._g)
 
     def _node_gradient(self, node_group: NodeGroup) -> Tensor:
-        """Return the sample-weighted mean over the ranks of the node, at the leader's w. The result is valid on the leader only."""
+        """Return the sample-weighted mean over the ranks of the node, at the leader's w. It is valid on the leader only."""
         assert self.node is not None
         with self.timer("comm"):
             node_group.broadcast(self.flat.phi)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def check_every_sample_once(c: CheckContext) -> None:
         spans = sorted(set(spans))
     require(sum(stop - start for start, stop in spans) == 74, f"2 epochs of 37 samples became the ranges {spans}")
     require(spans[0][0] == 0, f"the first sample is missing in {spans}")
-    require(all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False)), f"the ranges overlap or have gaps: {spans}")
+    require(all(a[1] == b[0] for a, b in pairwise(spans)), f"the ranges overlap or have gaps: {spans}")
 
 
 def check_final_models_equal(c: CheckContext) -> None:

@@ -1,4 +1,4 @@
-"""A pool of learner processes that outlives a job: for tests and tables that run many small jobs one after another."""
+"""A pool of processes for tests and benchmarks that run many small jobs one after another."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ JobFunction = Callable[..., Any]
 
 
 class ProcessPool:
-    """`size` processes; `run(job, size=n)` calls job(context, *args) on n of them and returns their results by rank."""
+    """`size` worker processes. `run(job, size=n)` calls job(context, *args) on n of them and returns the results by rank.
 
-    def __init__(self, size: int, backend: str = "auto", simulate_nodes: Sequence[str] | None = None) -> None:
+    `nodes`: the node name of each worker; by default all are on one node.
+    """
+
+    def __init__(self, size: int, backend: str = "auto", nodes: Sequence[str] | None = None) -> None:
         self.size, self.backend = size, backend
-        self.simulate_nodes = list(simulate_nodes or ["here"] * size)
+        self.nodes = list(nodes or ["here"] * size)
         self._server = serve_store("127.0.0.1")
         self._numbers = itertools.count()
         self._members: list[tuple[Any, Connection]] = []
@@ -34,19 +37,18 @@ class ProcessPool:
     def __enter__(self) -> ProcessPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_member, args=(theirs, rank, self._server.port, self.simulate_nodes[rank]), daemon=True
-            )
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_worker, args=(child_end, rank, self._server.port, self.nodes[rank]), daemon=True)
             process.start()
-            theirs.close()
-            self._members.append((process, ours))
+            child_end.close()
+            self._members.append((process, parent_end))
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
+        """Kill all workers."""
         for process, pipe in self._members:
             process.kill()
             process.join(5)
@@ -56,7 +58,10 @@ class ProcessPool:
     def run(
         self, job: JobFunction, *args: Any, size: int | None = None, timeout_s: float = 60.0, simulate_nodes: int = 0
     ) -> list[Any]:
-        """Runs a job on the first `size` members. A hang is an error after timeout_s, and ends the pool."""
+        """Run a job on the first `size` workers and return their results by rank. Blocks.
+
+        Raises PeerLost if a worker fails, or after timeout_s; a timeout also stops the pool.
+        """
         size = size or self.size
         number = next(self._numbers)
         for rank in range(size):
@@ -69,10 +74,10 @@ class ProcessPool:
             ready = wait([p for p, r in pipes.items() if r not in results], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.stop()
-                late = sorted(set(range(size)) - set(results))
+                missing = sorted(set(range(size)) - set(results))
                 raise PeerLost(
-                    failure or f"job {number} did not end in {timeout_s:.0f} s",
-                    where=f"ranks {late} of {size}, backend {self.backend}",
+                    failure or f"job {number} did not finish in {timeout_s:.0f} s",
+                    where=f"ranks {missing} of {size}, backend {self.backend}",
                 )
             pipe: Any
             for pipe in ready:
@@ -80,22 +85,22 @@ class ProcessPool:
                 try:
                     results[rank], problem = pipe.recv()
                 except (EOFError, ConnectionError):
-                    results[rank], problem = None, "its process has ended"
+                    results[rank], problem = None, "the process exited"
                 if problem is not None and failure is None:
                     failure = f"rank {rank}: {problem}"
                     deadline = min(deadline, time.monotonic() + 15.0)
         if failure is not None:
-            raise PeerLost(f"a job failed: {failure}", where=f"backend {self.backend}")
+            raise PeerLost(f"job failed: {failure}", where=f"backend {self.backend}")
         return [results[rank] for rank in range(size)]
 
 
-def _member(pipe: Connection, rank: int, port: int, machine: str) -> None:
-    """A process of the pool."""
-    do_jobs(pipe, rank, machine, connect_store("127.0.0.1", port, 60.0))
+def _worker(pipe: Connection, rank: int, port: int, node: str) -> None:
+    """Run one process of the pool."""
+    run_jobs(pipe, rank, node, connect_store("127.0.0.1", port, 60.0))
 
 
-def do_jobs(pipe: Connection, rank: int, machine: str, server: TCPStore) -> None:
-    """Does what comes out of the pipe until it is closed."""
+def run_jobs(pipe: Connection, rank: int, node: str, server: TCPStore) -> None:
+    """Run the jobs that arrive on the pipe, until it is closed."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     frozen = False
@@ -110,7 +115,7 @@ def do_jobs(pipe: Connection, rank: int, machine: str, server: TCPStore) -> None
                 JobStore(server, f"pool/{number}/"),
                 rank,
                 size,
-                machine,
+                node,
                 backend=backend,
                 bind_address="127.0.0.1",
                 timeout_s=30.0,
@@ -125,7 +130,7 @@ def do_jobs(pipe: Connection, rank: int, machine: str, server: TCPStore) -> None
             if context is not None:
                 context.close()
             del job, args, context
-            gc.collect()  # learners are full of cycles, and a model is few objects but many bytes
-            if not frozen:  # what torch and numba have built stays: to look through it every time takes longer than most jobs
+            gc.collect()  # learners have reference cycles, and few objects of a model hold much memory
+            if not frozen:  # exclude torch and numba from later collections, which would take longer than most jobs
                 gc.freeze()
                 frozen = True

@@ -1,10 +1,11 @@
-"""Tasks to learn and to measure with: made-up speech, in memory, the same wherever it is made.
+"""Example tasks for training and benchmarks: synthetic speech frames, in memory, the same on every machine.
 
-`Frames` is the example task: seconds on one core, and it tells a good strategy from a bad one. `Speechlike` is the same kind
-of data under a network of speech size. `Blstm` is that network fed with noise, where only time counts.
+`SyntheticFrames` is the example task. It trains in seconds on one core and separates good strategies from bad ones.
+`SpeechlikeBatches` has the same kind of data and a network of speech size. `Blstm` feeds that network with noise, to measure
+speed.
 
-Every number here is a function of a task's fields. `seed` is that of a run: it orders the samples. The data come from
-`world`, so that runs with different seeds stay comparable.
+All data are a function of a task's fields. `seed` is the seed of a run: it orders the samples. `world` seeds the data, so
+that runs with different seeds stay comparable.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from roundelay.data.epoch_order import epoch_order
 Batch = tuple[Tensor, Tensor]
 """Features (chunk, frame, feature) and the class of each frame (chunk, frame)."""
 
-TRAINING, HELD_OUT = 1, 2
+TRAINING, VALIDATION = 1, 2
+"""Streams of a `FrameGenerator`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teacher:
-    """A speaker of a made-up language: phones of three states, one after another, left to right.
+class FrameGenerator:
+    """Generator of frames of a synthetic language: a sequence of phones with three left-to-right states each.
 
-    Pairs of phones share the sound of their middle state, so a frame alone does not give its state away: whoever wants to
-    know must look at what comes before and after.
+    Pairs of phones share the mean of their middle state, so one frame does not determine its state. A model needs the frames
+    before and after it.
     """
 
     world: int
@@ -38,44 +40,44 @@ class Teacher:
     stay: float
     """Probability that the next frame is in the same state."""
     noise: float
-    """Standard deviation of what is added to each feature of each frame."""
+    """Standard deviation of the noise on each feature of each frame."""
     speaker: float
     """Standard deviation of the offset that all frames of one chunk share."""
 
-    def speak(self, chunks: int, frames: int, stream: int) -> Batch:
-        """`chunks` pieces of speech, each by a speaker of its own: features and states."""
-        language = np.random.default_rng([self.world, 0])
-        states = 3 * self.phones
-        sounds = language.standard_normal((states, self.features))
-        sounds[4::6] = sounds[1::6][: len(sounds[4::6])]
-        follows = language.dirichlet(np.full(self.phones, 0.5), size=self.phones).cumsum(axis=1)
+    def generate(self, chunks: int, frames: int, stream: int) -> Batch:
+        """Return features and states of `chunks` chunks, each with its own speaker offset."""
+        language_rng = np.random.default_rng([self.world, 0])
+        count = 3 * self.phones
+        means = language_rng.standard_normal((count, self.features))
+        means[4::6] = means[1::6][: len(means[4::6])]
+        successors = language_rng.dirichlet(np.full(self.phones, 0.5), size=self.phones).cumsum(axis=1)
 
-        chance = np.random.default_rng([self.world, stream])
-        spoken = np.empty((chunks, frames), dtype=np.int64)
-        now = chance.integers(states, size=chunks)
+        rng = np.random.default_rng([self.world, stream])
+        states = np.empty((chunks, frames), dtype=np.int64)
+        state = rng.integers(count, size=chunks)
         for t in range(frames):
-            spoken[:, t] = now
-            following = np.minimum((chance.random((chunks, 1)) > follows[now // 3]).sum(axis=1), self.phones - 1)
-            onward = np.where(now % 3 == 2, 3 * following, now + 1)
-            now = np.where(chance.random(chunks) < self.stay, now, onward)
-        clean = sounds[spoken]
-        blurred = clean.copy()  # neighbouring frames run into each other
+            states[:, t] = state
+            phone = np.minimum((rng.random((chunks, 1)) > successors[state // 3]).sum(axis=1), self.phones - 1)
+            successor = np.where(state % 3 == 2, 3 * phone, state + 1)
+            state = np.where(rng.random(chunks) < self.stay, state, successor)
+        clean = means[states]
+        blurred = clean.copy()  # adjacent frames overlap
         blurred[:, 1:] += 0.5 * clean[:, :-1]
         blurred[:, :-1] += 0.5 * clean[:, 1:]
-        heard = np.tanh(blurred)
-        heard += self.speaker * chance.standard_normal((chunks, 1, self.features))
-        heard += self.noise * chance.standard_normal(heard.shape)
-        return torch.from_numpy(heard.astype(np.float32)), torch.from_numpy(spoken)
+        features = np.tanh(blurred)
+        features += self.speaker * rng.standard_normal((chunks, 1, self.features))
+        features += self.noise * rng.standard_normal(features.shape)
+        return torch.from_numpy(features.astype(np.float32)), torch.from_numpy(states)
 
 
 @lru_cache(maxsize=8)
-def spoken(teacher: Teacher, chunks: int, frames: int, stream: int) -> Batch:
-    """What a teacher says, kept: every task object of one process shares it."""
-    return teacher.speak(chunks, frames, stream)
+def cached_frames(generator: FrameGenerator, chunks: int, frames: int, stream: int) -> Batch:
+    """Return the frames of a generator, cached: all task objects of a process share them."""
+    return generator.generate(chunks, frames, stream)
 
 
-class Recurrent(nn.Module):
-    """Bidirectional LSTM layers and a linear layer over classes."""
+class BidirectionalLstm(nn.Module):
+    """Bidirectional LSTM layers and a linear output layer."""
 
     def __init__(self, features: int, hidden: int, layers: int, classes: int) -> None:
         super().__init__()
@@ -87,13 +89,13 @@ class Recurrent(nn.Module):
 
 
 def frame_loss(module: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
-    """Cross-entropy per frame."""
+    """Return the cross-entropy, by default its mean per frame."""
     return nn.functional.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten(), reduction=reduction)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticFrames:
-    """The example task: which state is each frame of a chunk in?"""
+    """The example task: classify the state of each frame of a chunk."""
 
     samples: int = 3072
     held_out: int = 1024
@@ -103,55 +105,56 @@ class SyntheticFrames:
     hidden: int = 32
     layers: int = 1
     classes: int = 0
-    """Outputs of the network; 0: as many as there are states."""
+    """Outputs of the network; 0: the number of states."""
     stay: float = 0.2
     noise: float = 0.45
     speaker: float = 0.3
     world: int = 0
     seed: int = 0
 
-    def _said(self, chunks: int, stream: int) -> Batch:
-        teacher = Teacher(
+    def _frames(self, chunks: int, stream: int) -> Batch:
+        generator = FrameGenerator(
             world=self.world, phones=self.phones, features=self.features, stay=self.stay, noise=self.noise, speaker=self.speaker
         )
-        return spoken(teacher, chunks, self.frames, stream)
+        return cached_frames(generator, chunks, self.frames, stream)
 
     def build(self) -> nn.Module:
-        return Recurrent(self.features, self.hidden, self.layers, self.classes or 3 * self.phones)
+        return BidirectionalLstm(self.features, self.hidden, self.layers, self.classes or 3 * self.phones)
 
     def batch(self, epoch: int, start: int, stop: int) -> Batch:
-        x, y = self._said(self.samples, TRAINING)
-        places = torch.from_numpy(self._order(epoch)[start:stop])
-        return x[places], y[places]
+        x, y = self._frames(self.samples, TRAINING)
+        indices = torch.from_numpy(self._order(epoch)[start:stop])
+        return x[indices], y[indices]
 
     def _order(self, epoch: int) -> np.ndarray:
-        return kept_order(self.seed, epoch, self.samples)
+        return cached_epoch_order(self.seed, epoch, self.samples)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return frame_loss(module, batch)
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module, part: int, parts: int) -> dict[str, tuple[float, float]]:
-        """loss: mean cross-entropy per held-out frame; accuracy: share of frames whose state is found."""
-        x, y = (t[part::parts] for t in self._said(self.held_out, HELD_OUT))
-        loss = right = 0.0
-        for at in range(0, len(y), 256):
-            scores = module(x[at : at + 256]).flatten(0, 1)
-            wanted = y[at : at + 256].flatten()
-            loss += float(nn.functional.cross_entropy(scores, wanted, reduction="sum"))
-            right += float((scores.argmax(1) == wanted).sum())
+        """Return sum and count of the validation loss per frame, and of the frames classified correctly."""
+        x, y = (t[part::parts] for t in self._frames(self.held_out, VALIDATION))
+        loss = correct = 0.0
+        for start in range(0, len(y), 256):
+            scores = module(x[start : start + 256]).flatten(0, 1)
+            targets = y[start : start + 256].flatten()
+            loss += float(nn.functional.cross_entropy(scores, targets, reduction="sum"))
+            correct += float((scores.argmax(1) == targets).sum())
         frames = float(y.numel())
-        return {"loss": (loss, frames), "accuracy": (right, frames)}
+        return {"loss": (loss, frames), "accuracy": (correct, frames)}
 
 
 @lru_cache(maxsize=4)
-def kept_order(seed: int, epoch: int, samples: int) -> np.ndarray:
+def cached_epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
+    """Return the sample order of an epoch, cached."""
     return epoch_order(seed, epoch, samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechlikeBatches(SyntheticFrames):
-    """The example task under a network of speech size: 4 million parameters, 21 frames of 140 features."""
+    """The example task with a network of speech size: 4 million parameters, 21 frames of 140 features."""
 
     samples: int = 16384
     held_out: int = 128
@@ -167,18 +170,18 @@ class SpeechlikeBatches(SyntheticFrames):
 
 @dataclass(frozen=True, kw_only=True)
 class Blstm:
-    """The network of `Speechlike` fed with noise from a small pool: only its speed is of interest."""
+    """The network of `SpeechlikeBatches`, fed with noise from a small pool. It measures speed only."""
 
     samples: int = 1 << 20
     pool: int = 256
 
     def build(self) -> nn.Module:
-        return Recurrent(140, 256, 2, 3000)
+        return BidirectionalLstm(140, 256, 2, 3000)
 
     def batch(self, epoch: int, start: int, stop: int) -> Batch:
         x, y = noise_pool(self.pool)
-        at = start % max(self.pool - (stop - start), 1)
-        return x[at : at + stop - start], y[at : at + stop - start]
+        first = start % max(self.pool - (stop - start), 1)
+        return x[first : first + stop - start], y[first : first + stop - start]
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return frame_loss(module, batch)
@@ -191,5 +194,6 @@ class Blstm:
 
 @lru_cache(maxsize=1)
 def noise_pool(size: int) -> Batch:
+    """Return `size` chunks of noise with random targets, cached."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(size, 21, 140, generator=generator), torch.randint(0, 3000, (size, 21), generator=generator)

@@ -12,24 +12,24 @@ import numpy as np
 from roundelay.errors import UsageError
 from roundelay.topology.matchings import TOPOLOGIES, Matrix, Partners, Topology, topology
 
-# -------------------------------------------------------------------------------------------------- the matrices
+# -------------------------------------------------------------------------------------------------- matrices
 
 
 def mixing_matrix(partners: Partners) -> Matrix:
-    """T of one round: doubly stochastic, 1/2 on both ends of a pair, 1 on whoever sits out."""
+    """Return T of one round: doubly stochastic, 1/2 for both ranks of a pair, 1 for a rank that sits out."""
     identity = np.eye(len(partners))
     return (identity + identity[partners]) / 2
 
 
 def neighbor_matrix(name: str, size: int) -> Matrix:
-    """T of synchronous neighbour averaging, everybody with all its neighbours at once; on a ring T_1.
+    """Return T of synchronous averaging, in which every rank averages with all its neighbors at once; on a ring T_1.
 
     T_ij = 1 / (1 + max(degree_i, degree_j)) on edges, the rest on the diagonal
     """
     entry = topology(name)
     if entry.random:
         fixed = ", ".join(sorted(t.name for t in TOPOLOGIES.values() if not t.random))
-        raise UsageError(f"topology '{name}' has no fixed neighbours", where="topology", hint=f"choose one of: {fixed}")
+        raise UsageError(f"topology '{name}' has no fixed neighbors", where="topology", hint=f"choose one of: {fixed}")
     linked = np.zeros((size, size), dtype=bool)
     for i, j in entry.edges(size):
         linked[i, j] = linked[j, i] = True
@@ -40,22 +40,25 @@ def neighbor_matrix(name: str, size: int) -> Matrix:
 
 
 def neighbor_row(name: str, rank: int, size: int) -> dict[int, float]:
-    """The weights with which one learner averages its neighbours and itself."""
+    """Return the weights with which one rank averages its neighbors and itself."""
     if not 0 <= rank < size:
-        raise UsageError(f"no rank {rank} among {size} learners", where="topology", hint=f"ranks run from 0 to {size - 1}")
+        raise UsageError(f"rank must be in [0, {size - 1}] (got {rank})", where="topology", hint="pass a rank of the job")
     return {j: float(weight) for j, weight in enumerate(neighbor_matrix(name, size)[rank]) if weight > 0}
 
 
-# --------------------------------------------------------------------------------------------------- the figures
+# --------------------------------------------------------------------------------------------------- spectra
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What the eigenvalues of a mixing matrix say, the one of the mean left aside."""
+    """Eigenvalues of a mixing matrix, without the eigenvalue 1 of the mean."""
 
-    second: float  # largest modulus: the lasting rate at which the spread shrinks
-    smallest: float  # smallest real part: T w - a w on a quadratic is stable up to a = 1 + smallest
-    sigma: float  # largest singular value: the worst a single application can do
+    second: float
+    """Largest modulus: the asymptotic rate at which the spread shrinks."""
+    smallest: float
+    """Smallest real part: T w - a w on a quadratic is stable up to a = 1 + smallest."""
+    sigma: float
+    """Largest singular value: the worst case of one multiplication."""
 
     @property
     def gap(self) -> float:
@@ -63,24 +66,24 @@ class Spectrum:
 
 
 def spectrum(matrix: Matrix) -> Spectrum:
-    """Second eigenvalue, smallest eigenvalue and second singular value of a doubly stochastic matrix."""
+    """Return the second and smallest eigenvalue and the second singular value of a doubly stochastic matrix."""
     size = len(matrix)
     if size == 1:
         return Spectrum(second=0.0, smallest=0.0, sigma=0.0)
-    # In a basis without the mean its eigenvalue is gone, whatever the multiplicity of the others.
+    # A basis orthogonal to the mean removes its eigenvalue, also if that has a multiplicity.
     columns = np.linalg.qr(np.column_stack([np.ones(size), np.eye(size)[:, 1:]]))[0][:, 1:]
     reduced = columns.T @ matrix @ columns
     eigenvalues = np.linalg.eigvals(reduced)
     sigma = float(np.linalg.norm(reduced, 2))
     second = float(np.abs(eigenvalues).max())
-    # Rounding gives a nilpotent matrix eigenvalues of about the square root of its noise; they mean zero.
+    # Rounding gives a nilpotent matrix eigenvalues of about the square root of its noise: they count as zero.
     return Spectrum(second if second > 1e-6 * sigma else 0.0, float(eigenvalues.real.min()), sigma)
 
 
 def _spread_map(entry: Topology, size: int, rounds: int) -> tuple[Matrix, float]:
-    """T_rounds ... T_1 acting on the spread, as a matrix of ordinary size and the logarithm of its scale.
+    """Return T_rounds ... T_1 restricted to the spread, as a matrix with entries near 1 and the logarithm of its scale.
 
-    Recentred and rescaled in every round, since the product over a long period is smaller than any float.
+    It is centered and rescaled in every round, since the product over a long period would underflow.
     """
     product = np.eye(size) - 1 / size
     log_scale = 0.0
@@ -88,7 +91,7 @@ def _spread_map(entry: Topology, size: int, rounds: int) -> tuple[Matrix, float]
         product = (product + product[entry.matching(r, size)]) / 2
         product -= product.mean(axis=0)
         scale = float(np.abs(product).max())
-        if scale < 1e-12:  # the round has wiped the spread out; what is left is rounding
+        if scale < 1e-12:  # agreement is exact, the rest is rounding
             return np.zeros((size, size)), 0.0
         product /= scale
         log_scale += math.log(scale)
@@ -97,9 +100,9 @@ def _spread_map(entry: Topology, size: int, rounds: int) -> tuple[Matrix, float]
 
 @lru_cache(maxsize=256)
 def contraction(name: str, size: int) -> float:
-    """Factor per round by which the expected squared spread shrinks when nobody computes gradients.
+    """Return the factor per round by which the expected squared spread shrinks without gradients.
 
-    scheduled: |lambda_2(P)|^(2/p), the lasting rate        drawn: ((|P|_F^2 - 1) / (L - 1))^(1/p), in expectation
+    scheduled: |lambda_2(P)|^(2/p), asymptotically        random: ((|P|_F^2 - 1) / (L - 1))^(1/p), in expectation
     """
     entry = topology(name)
     rounds = entry.sweep(size)
@@ -112,17 +115,17 @@ def contraction(name: str, size: int) -> float:
 
 
 def gap(name: str, size: int) -> float:
-    """Spectral gap per round, 1 - sqrt(contraction): 1 is agreement at once, 0 is none ever."""
+    """Return the spectral gap per round, 1 - sqrt(contraction). 1: agreement in one round; 0: no agreement."""
     return 1 - math.sqrt(contraction(name, size))
 
 
 def rounds_to_agreement(name: str, size: int, factor: float = 0.01) -> int:
-    """Rounds until the spread is down to this factor of its start.
+    """Return the number of rounds until the spread has shrunk by this factor.
 
-    scheduled: for the worst start, |T_n ... T_1 - J|_2 <= factor        drawn: in expectation, c^(n/2) <= factor
+    scheduled: for the worst start, |T_n ... T_1 - J|_2 <= factor        random: in expectation, c^(n/2) <= factor
     """
     if not 0 < factor < 1:
-        raise UsageError(f"cannot count rounds to a factor of {factor}", hint="give a factor between 0 and 1")
+        raise UsageError(f"factor must be between 0 and 1 (got {factor})", hint="pass for example factor=0.01")
     entry = topology(name)
     if size == 1:
         return 0
@@ -140,7 +143,7 @@ def rounds_to_agreement(name: str, size: int, factor: float = 0.01) -> int:
         left = part @ np.linalg.matrix_power(whole, sweeps)
         return bool(np.linalg.norm(left, 2) * math.exp(part_scale) <= factor)
 
-    # No round ever widens the spread, so the answer can be bracketed and bisected.
+    # No round increases the spread, so the answer can be bracketed and bisected.
     low, high = 0, 1
     while not reached(high):
         low, high = high, 2 * high
@@ -151,7 +154,7 @@ def rounds_to_agreement(name: str, size: int, factor: float = 0.01) -> int:
 
 
 def describe(name: str, size: int) -> dict[str, Any]:
-    """What one entry of the table promises for this many learners, ready for JSON."""
+    """Return the properties of one topology with `size` ranks, ready for JSON."""
     entry = topology(name)
     return {
         "name": entry.name,

@@ -1,4 +1,4 @@
-"""Topologies by name, as workers want them."""
+"""Resolves topologies by name and job seed, for workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roundelay.topology.mixing import neighbor_row
 
 
 class SeededMatching:
-    """The rounds of one topology, from one seed."""
+    """The matchings of one topology with one seed."""
 
     def __init__(self, name: str, size: int, seed: int) -> None:
         self._topology, self._size, self._seed = topology(name), size, seed
@@ -18,9 +18,11 @@ class SeededMatching:
 
     @cached_property
     def edges(self) -> frozenset[tuple[int, int]]:
+        """Return all pairs that can ever exchange models, lower rank first."""
         return frozenset(self._topology.edges(self._size))
 
     def __call__(self, round: int) -> list[int]:
+        """Return the partner of every rank in this round."""
         last, partners = self._last
         if last != round:
             partners = self._topology.matching(round, self._size, self._seed)
@@ -30,14 +32,16 @@ class SeededMatching:
 
 @dataclass(frozen=True)
 class SeededTopologies:
-    """The topologies of one job: what is drawn is drawn from its seed."""
+    """The topologies of one job. Random ones use its seed, which is the same on all ranks."""
 
     seed: int
 
     def matching(self, name: str, size: int) -> SeededMatching:
+        """Return the matchings of all rounds."""
         return SeededMatching(name, size, self.seed)
 
     def row(self, name: str, rank: int, size: int) -> dict[int, float]:
+        """Return the weights of neighbor averaging for one rank."""
         return dict(_row(name, rank, size))
 
 
