@@ -62,7 +62,7 @@ def test_an_archive_delivers_the_bits_of_the_feature_store(tmp_path: Path, delta
 
 
 def test_masks_fall_on_the_same_windows_with_and_without_an_archive(told: dict[str, str], archive: Path) -> None:
-    masks = {"mask_mels": 3, "mask_frames": 5}
+    masks = {"spec_augment_freq": 3, "spec_augment_time": 5}
     plain, whole = FrameTask(**told, **SHAPE, **masks), PackedTask(archive=str(archive), **told, **SHAPE, **masks)
     x, _ = whole.batch(1, 0, whole.samples)
     rows = {int(n): row for row, n in enumerate(whole.examples.batch(1, 0, whole.samples).numbers)}

@@ -1,4 +1,4 @@
-"""Bad data as users meet it, at the command line: an error that names utterance and file, or skipped and counted."""
+"""Invalid data at the command line: the error names utterance and file, or the utterance is skipped and counted."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ kind = "kaldi"
 root = "{root}"
 [features]
 resample = false
-[words]
+[language]
 lexicon = "lexicon.txt"
 text = "train"
 """
 
-Told = Callable[..., tuple[int, str]]
+RunRecipe = Callable[..., tuple[int, str]]
 
 
 def noise(path: Path, seconds: float = 0.6, rate: int = RATE) -> None:
@@ -39,7 +39,7 @@ def noise(path: Path, seconds: float = 0.6, rate: int = RATE) -> None:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A recipe, and its training set: a data directory in good order."""
+    """Write a recipe with valid data directories and return the one for training."""
     for part in ("train", "dev", "test"):
         folder = tmp_path / "corpus" / part
         folder.mkdir(parents=True)
@@ -54,8 +54,8 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Told:
-    """Runs the recipe up to the features; its exit code and what it said."""
+def run_recipe(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunRecipe:
+    """Return a function that runs the recipe up to the features and returns the exit code and stderr."""
 
     def run(*overrides: str) -> tuple[int, str]:
         code = main.main(["run", str(tmp_path), f"run={tmp_path / 'run'}", *overrides, "--until", "features", "--jobs", "1"])
@@ -69,10 +69,10 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
-def test_good_data_is_not_complained_about(told: Told) -> None:
-    code, said = told()
+def test_valid_data_gives_no_warning(run_recipe: RunRecipe) -> None:
+    code, stderr = run_recipe()
     assert code == 0
-    assert "left out" not in said
+    assert "left out" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -81,49 +81,49 @@ def test_good_data_is_not_complained_about(told: Told) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:30] + b"noise" * 50), "the audio cannot be read"),
         (lambda path: path.write_bytes(b""), "the audio cannot be read"),
         (lambda path: noise(path, 0.0), "the audio is empty"),
-        (lambda path: noise(path, rate=16_000), "has 16000 samples per second, not 8000"),
+        (lambda path: noise(path, rate=16_000), "must have 8000 samples per second (got 16000)"),
     ],
     ids=["corrupt", "empty file", "no samples", "wrong rate"],
 )
-def test_audio_that_cannot_be_used(data: Path, told: Told, make: Callable[[Path], object], what: str) -> None:
+def test_unusable_audio_is_named(data: Path, run_recipe: RunRecipe, make: Callable[[Path], object], what: str) -> None:
     make(data / "u2.wav")
-    code, said = told()
+    code, stderr = run_recipe()
     assert code == 3
-    assert what in said
-    assert f"utterance u2, file {data / 'u2.wav'}" in said
+    assert what in stderr
+    assert f"utterance u2, file {data / 'u2.wav'}" in stderr
 
 
-def test_another_rate_is_resampled_where_that_is_asked_for(data: Path, told: Told) -> None:
+def test_another_rate_is_resampled_on_request(data: Path, run_recipe: RunRecipe) -> None:
     noise(data / "u2.wav", rate=16_000)
-    assert told("features.resample=true")[0] == 0
+    assert run_recipe("features.resample=true")[0] == 0
 
 
-def test_a_missing_transcript(data: Path, told: Told) -> None:
+def test_a_missing_transcript_is_named(data: Path, run_recipe: RunRecipe) -> None:
     edit(data / "text", "u2 TWO\n", "")
-    code, said = told()
+    code, stderr = run_recipe()
     assert code == 3
-    assert "utterance u2 has no transcript" in said
-    assert str(data / "text") in said
+    assert "utterance u2 has no transcript" in stderr
+    assert str(data / "text") in stderr
 
 
-def test_a_word_without_pronunciation(data: Path, told: Told) -> None:
+def test_a_word_without_pronunciation_is_named(data: Path, run_recipe: RunRecipe) -> None:
     edit(data / "text", "u1 ONE TWO", "u1 ONE ELEVENTEEN")
-    code, said = told()
+    code, stderr = run_recipe()
     assert code == 3
-    assert "have no pronunciation: ELEVENTEEN" in said
-    assert f"utterance u1, {data / 'u1.wav'}" in said
+    assert "have no pronunciation: ELEVENTEEN" in stderr
+    assert f"utterance u1, {data / 'u1.wav'}" in stderr
 
 
-def test_an_utterance_without_words_stays_and_one_too_short_is_left_out_and_counted(
-    data: Path, told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_too_short_utterances_are_skipped_and_empty_transcripts_kept(
+    data: Path, run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(data / "text", "u1 ONE TWO", "u1")
     noise(data / "u3.wav", 0.03)
-    code, said = told()
+    code, stderr = run_recipe()
     assert code == 0
-    left = {name: FeatureStore.open(tmp_path / "run" / "features" / name).skipped for name in ("train", "dev", "test")}
-    assert [list(names) for names in left.values() if names] == [["u3"]]
-    assert "1 utterances too short and left out" in said
+    skipped = {name: FeatureStore.open(tmp_path / "run" / "features" / name).skipped for name in ("train", "dev", "test")}
+    assert [list(names) for names in skipped.values() if names] == [["u3"]]
+    assert "1 utterances too short and left out" in stderr
     assert main.main(["prepare", str(data), str(tmp_path / "prepared"), "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert ": 2 utterances" in out
@@ -133,14 +133,14 @@ def test_an_utterance_without_words_stays_and_one_too_short_is_left_out_and_coun
 # ----------------------------------------------------------------------------------------------------- too long
 
 
-def test_an_utterance_longer_than_allowed(data: Path, told: Told) -> None:
+def test_an_utterance_longer_than_allowed_is_named(data: Path, run_recipe: RunRecipe) -> None:
     noise(data / "u2.wav", 121.0)
-    code, said = told()
+    code, stderr = run_recipe()
     assert code == 3
-    assert "lasts 121.0 s, longer than the 120 s allowed" in said
-    assert f"utterance u2, file {data / 'u2.wav'}" in said
-    assert "features.longest_s" in said
-    assert told("features.longest_s=200")[0] == 0
+    assert "lasts 121.0 s, longer than the 120 s allowed" in stderr
+    assert f"utterance u2, file {data / 'u2.wav'}" in stderr
+    assert "features.longest_s" in stderr
+    assert run_recipe("features.longest_s=200")[0] == 0
 
 
 @pytest.fixture
@@ -150,20 +150,20 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_audio_longer_than_memory_is_not_read(data: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audio_longer_than_memory_is_not_read(data: Path, run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     noise(data / "u2.wav", 3.0)
-    read, whole = [], soundfile.SoundFile.read
+    names, read = [], soundfile.SoundFile.read
 
-    def noted(file: soundfile.SoundFile, *args: object, **options: object) -> np.ndarray:
-        read.append(Path(file.name).name)
-        return whole(file, *args, **options)
+    def recording_read(file: soundfile.SoundFile, *args: object, **options: object) -> np.ndarray:
+        names.append(Path(file.name).name)
+        return read(file, *args, **options)
 
-    monkeypatch.setattr(soundfile.SoundFile, "read", noted)
-    code, said = told()
+    monkeypatch.setattr(soundfile.SoundFile, "read", recording_read)
+    code, stderr = run_recipe()
     assert code == 3
-    assert "an utterance of 3 s would take 0.0 GB of memory" in said
-    assert f"utterance u2, file {data / 'u2.wav'}" in said
-    assert read == ["u1.wav"]
+    assert "an utterance of 3 s would take 0.0 GB of memory" in stderr
+    assert f"utterance u2, file {data / 'u2.wav'}" in stderr
+    assert names == ["u1.wav"]
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -181,34 +181,34 @@ def test_features_and_scores_longer_than_memory_are_not_read(tmp_path: Path, mon
     assert system.scores(store, "u7").shape == (900, 50)
 
 
-def test_memory_is_what_the_system_says() -> None:
+def test_memory_is_compared_with_what_is_available() -> None:
     assert memory_guard.available_bytes() > 1e6
-    memory_guard.require(1e3, "a little", "here")
+    memory_guard.require(1e3, "a small buffer", "here")
     with pytest.raises(DataError, match=r"would take 1000000000\.0 GB"):
-        memory_guard.require(1e18, "an ocean", "here")
+        memory_guard.require(1e18, "a large buffer", "here")
 
 
-def test_a_header_that_promises_more_than_its_file_takes_no_memory(tmp_path: Path) -> None:
+def test_a_header_larger_than_its_file_allocates_no_memory(tmp_path: Path) -> None:
     (tmp_path / "x.ark").write_bytes(
         b"u7 \0BFM \x04" + (30_000_000).to_bytes(4, "little") + b"\x04" + (60).to_bytes(4, "little")
     )
     (tmp_path / "x.scp").write_text(f"u7 {tmp_path}/x.ark:3\n")
-    with pytest.raises(DataError, match=r"matrix of u7 cannot be read: it ends in the middle of a value[\s\S]*x\.ark"):
+    with pytest.raises(DataError, match=r"matrix of u7 cannot be read: the file ends in the middle of a value[\s\S]*x\.ark"):
         read_matrices(tmp_path / "x.scp")["u7"]
 
 
-# ------------------------------------------------------------------------------------------------- nothing is run
+# ------------------------------------------------------------------------------------------------- no command is run
 
 
-def test_commands_in_a_data_directory_are_run_only_when_allowed(
-    data: Path, told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_commands_in_a_data_directory_run_only_if_allowed(
+    data: Path, run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "it-ran"
     edit(data / "wav.scp", f"u2 {data / 'u2.wav'}", f"u2 touch {trace}; cat {data / 'u2.wav'} |")
-    code, said = told()
+    code, stderr = run_recipe()
     assert code == 3
-    assert "the recording u2 is a command" in said
-    assert f"{data / 'wav.scp'}, line 2" in said
+    assert "recording u2 is a command" in stderr
+    assert f"{data / 'wav.scp'}, line 2" in stderr
     prepare = ["prepare", str(data), str(tmp_path / "prepared"), "--jobs", "1"]
     assert main.main(prepare) == 3
     assert not trace.exists()

@@ -1,4 +1,4 @@
-"""A trained model for other programs: all that is written reads back and gives the same posteriors."""
+"""Exported models read back and give the same posteriors."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ SHAPE = ModelShape(inputs=16, layers=2, hidden=6, bottleneck=5, outputs=9)
 
 def corpus_of(folder: Path) -> Corpus:
     folder.mkdir()
-    made = []
+    utterances = []
     for n in range(3):
         path = folder / f"u{n}.wav"
         soundfile.write(path, 0.1 * np.random.default_rng(n).normal(size=4000 + 900 * n), 8000)
-        made.append(Utterance(f"u{n}", "s", ("X",), path))
-    return write_data_dir(folder / "data", made)
+        utterances.append(Utterance(f"u{n}", "s", ("X",), path))
+    return write_data_dir(folder / "data", utterances)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run directory with what exporting needs of it."""
+    """Write the parts of a run directory that export needs."""
     torch.manual_seed(3)
     run = tmp_path / "run"
     extract(corpus_of(tmp_path / "audio"), run / "features" / "train", OPTIONS, progress="none")
@@ -49,7 +49,9 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def test_what_is_exported_reads_back_and_scores_the_same(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_model_reads_back_and_scores_the_same(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, data = tmp_path / "out", tmp_path / "audio" / "data"
     assert main.main(["export", str(run), str(out), "--posteriors", str(data), "--jobs", "1"]) == 0
     assert "log posteriors of 3 utterances" in capsys.readouterr().out
@@ -70,9 +72,11 @@ def test_what_is_exported_reads_back_and_scores_the_same(run: Path, tmp_path: Pa
         assert part in card
 
 
-@pytest.mark.parametrize("shape", [SHAPE, ModelShape(inputs=4, layers=1, hidden=7, bottleneck=0, outputs=5, both_ways=False)])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, ModelShape(inputs=4, layers=1, hidden=7, bottleneck=0, outputs=5, bidirectional=False)]
+)
 def test_onnx_gives_the_same_posteriors(shape: ModelShape, tmp_path: Path) -> None:
-    """On lengths and batches that writing has not tried."""
+    """Compares lengths and batch sizes that `write_onnx` does not compare."""
     import onnxruntime
 
     torch.manual_seed(0)
@@ -87,20 +91,20 @@ def test_onnx_gives_the_same_posteriors(shape: ModelShape, tmp_path: Path) -> No
             np.testing.assert_allclose(theirs[row], model.log_posteriors(x[row]), atol=1e-4)
 
 
-def test_onnx_by_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_onnx(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["export", str(run), str(tmp_path / "out"), "--onnx"]) == 0
     assert "model.onnx: log posteriors equal to" in capsys.readouterr().out
     assert (tmp_path / "out" / "model.onnx").stat().st_size > 4 * SHAPE.parameters
 
 
-def test_onnx_that_differs_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_onnx_model_that_differs_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "TOLERANCE", -1.0)
-    with pytest.raises(DataError, match="log posteriors differ"):
+    with pytest.raises(DataError, match="log posteriors of the ONNX model must differ by at most"):
         export.write_onnx(AcousticModel(SHAPE), tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
 
 
-def test_without_the_extra_the_user_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(UsageError, match=r"pip install 'roundelay\[onnx\]'"):
         export.write_onnx(AcousticModel(SHAPE), tmp_path / "model.onnx")

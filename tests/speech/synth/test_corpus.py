@@ -1,4 +1,4 @@
-"""The synthetic corpus: repeatable to the bit, disjoint in speakers and sentences, with the noise and the times it claims."""
+"""The synthesized corpus: bit-reproducible, disjoint speakers and sentences, correct noise levels and word times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roundelay.speech.features.audio import read_audio
 from roundelay.speech.hmm.arpabet import PHONES
 from roundelay.speech.hmm.lexicon import Lexicon
 from roundelay.speech.synth import espeak, grammar
-from roundelay.speech.synth.channel import transmit, warped
+from roundelay.speech.synth.channel import transmit, warp_vocal_tract
 from roundelay.speech.synth.corpus import SETS, SynthOptions, synthesize
 from roundelay.speech.synth.voices import ACCENTS, VARIANTS, draw_speakers
 
@@ -37,7 +37,7 @@ SENTENCE = ["static", "on", "the", "light", "in", "the", "kitchen"]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spoken")
     synthesize(folder, SMALL, progress="none")
     return folder
@@ -46,9 +46,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------------------------------------------------- corpus
 
 
-def test_sets_are_data_directories(made: Path) -> None:
+def test_sets_are_data_directories(corpus_folder: Path) -> None:
     for name in SETS:
-        corpus = read_data_dir(made / name)
+        corpus = read_data_dir(corpus_folder / name)
         speakers, utterances = SMALL.size(name)
         assert (len(corpus.speakers), len(corpus)) == (speakers, utterances)
         for utterance in corpus.utterances:
@@ -57,26 +57,26 @@ def test_sets_are_data_directories(made: Path) -> None:
             assert 0.01 < np.abs(samples).max() < 1
 
 
-def test_speakers_and_sentences_are_disjoint(made: Path) -> None:
-    sets = {name: read_data_dir(made / name) for name in SETS}
+def test_speakers_and_sentences_are_disjoint(corpus_folder: Path) -> None:
+    sets = {name: read_data_dir(corpus_folder / name) for name in SETS}
     texts = [{u.words for u in sets[name].utterances} for name in SETS]
-    texts.append({tuple(line.split()) for line in (made / "lm.txt").read_text().splitlines()})
+    texts.append({tuple(line.split()) for line in (corpus_folder / "lm.txt").read_text().splitlines()})
     assert sum(map(len, texts)) == len(set().union(*texts)) == 18 + 4 + 8 + 400
-    about = json.loads((made / "synth.json").read_text())
-    pairs = [{(s["variant"], s["accent"]) for s in about["speakers"][name]} for name in SETS]
+    metadata = json.loads((corpus_folder / "synth.json").read_text())
+    pairs = [{(s["variant"], s["accent"]) for s in metadata["speakers"][name]} for name in SETS]
     assert sum(map(len, pairs)) == len(set().union(*pairs))
 
 
-def test_every_word_has_a_pronunciation(made: Path) -> None:
-    lexicon = Lexicon.read(made / "lexicon.txt")
+def test_every_word_has_a_pronunciation(corpus_folder: Path) -> None:
+    lexicon = Lexicon.read(corpus_folder / "lexicon.txt")
     assert lexicon.missing(grammar.vocabulary()) == []
     assert set(lexicon.phones) <= {phone for phones in PHONES.values() for phone in phones}
     assert lexicon.entries["KITCHEN"][0][0] == ("K", "IH", "CH", "AH", "N")
 
 
-def test_word_times_lie_within_the_audio_in_order(made: Path) -> None:
-    rows = [line.split() for line in (made / "test" / "word_times").read_text().splitlines()]
-    corpus = read_data_dir(made / "test")
+def test_word_times_lie_within_the_audio_in_order(corpus_folder: Path) -> None:
+    rows = [line.split() for line in (corpus_folder / "test" / "word_times").read_text().splitlines()]
+    corpus = read_data_dir(corpus_folder / "test")
     for utterance in corpus.utterances:
         own = [(word, float(start), float(end)) for id, word, start, end in rows if id == utterance.id]
         assert tuple(word for word, _, _ in own) == utterance.words
@@ -86,15 +86,15 @@ def test_word_times_lie_within_the_audio_in_order(made: Path) -> None:
         assert times[-1] < len(read_audio(utterance, 8000)) / 8000
 
 
-def test_the_same_seed_makes_the_same_bytes_in_any_process(made: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes_in_any_process(corpus_folder: Path, tmp_path: Path) -> None:
     synthesize(tmp_path, SMALL, jobs=2, progress="none")
-    files = sorted(path.relative_to(made) for path in made.rglob("*") if path.is_file())
+    files = sorted(path.relative_to(corpus_folder) for path in corpus_folder.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     for path in files:
-        assert (made / path).read_bytes() == (tmp_path / path).read_bytes(), path
+        assert (corpus_folder / path).read_bytes() == (tmp_path / path).read_bytes(), path
 
 
-def test_what_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_and_missing_packages_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ({"rate": 44100}, {"snr": (20.0, 0.0)}, {"test_speakers": 0}, {"dev_utterances": 3}):
         with pytest.raises(UsageError):
             SynthOptions(**wrong)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_the_grammar_is_rich_enough() -> None:
     assert grammar.draw(2, {"train": 10})["train"] != sets["train"][:10]
 
 
-def test_a_bigram_is_puzzled_enough() -> None:
+def test_the_perplexity_of_a_bigram_is_in_range() -> None:
     ngram = pytest.importorskip("roundelay.speech.graph.ngram")
     sets = grammar.draw(0, {"test": 600, "lm": 20000})
     model = ngram.estimate(sets["lm"], order=2, vocabulary=grammar.vocabulary())
@@ -127,51 +127,53 @@ def test_a_bigram_is_puzzled_enough() -> None:
 # ------------------------------------------------------------------------------------------------------------- voices
 
 
-def test_defaults_have_speakers_enough() -> None:
+def test_default_sets_have_distinct_voices() -> None:
     options = SynthOptions()
     speakers = draw_speakers(0, {name: options.size(name)[0] for name in SETS})
     assert len(speakers["test"]) >= 100
     pairs = [(s.variant, s.accent) for name in SETS for s in speakers[name]]
-    assert len(set(pairs)) == len(pairs), "no voice speaks twice"
+    assert len(set(pairs)) == len(pairs), "every voice occurs once"
 
 
-def test_variants_exist_and_unknown_voices_are_refused() -> None:
+def test_variants_exist_and_unknown_voices_are_rejected() -> None:
     assert set(VARIANTS) <= espeak.variants()
     assert len(set(VARIANTS)) == len(VARIANTS) >= 40
-    for wrong in ("en-us+nobody", "en-gb", "en-us+m3+m4"):
+    for wrong in ("en-us+unknown", "en-gb", "en-us+m3+m4"):
         with pytest.raises(UsageError, match="has no voice"):
-            espeak.say(["hello"], wrong, espeak.Manner())
+            espeak.synthesize_words(["hello"], wrong, espeak.Prosody())
 
 
-def test_accents_take_effect() -> None:
+def test_accents_differ_in_pronunciation() -> None:
     text = ["can you ask the teacher for the last bath towel of the summer over there"]
-    said = {accent: espeak.phonemes(text, accent)[0] for accent in ACCENTS}
-    assert len(set(said.values())) == len(ACCENTS), said
+    transcriptions = {accent: espeak.phonemes(text, accent)[0] for accent in ACCENTS}
+    assert len(set(transcriptions.values())) == len(ACCENTS), transcriptions
 
 
-def test_speech_depends_on_its_arguments_alone() -> None:
+def test_speech_depends_on_its_arguments_only() -> None:
     first = {}
     for turn, variants in enumerate((VARIANTS, VARIANTS[::-1])):
         for n, variant in enumerate(variants):
             accent = ACCENTS[len(variant) % len(ACCENTS)]
-            found = espeak.say(SENTENCE[: 2 + len(variant) % 3], f"{accent}+{variant}", espeak.Manner(pitch=30 + len(variant)))
+            speech = espeak.synthesize_words(
+                SENTENCE[: 2 + len(variant) % 3], f"{accent}+{variant}", espeak.Prosody(pitch=30 + len(variant))
+            )
             if turn == 0:
-                first[variant] = found.samples
+                first[variant] = speech.samples
             else:
-                assert np.array_equal(found.samples, first[variant]), (n, variant)
+                assert np.array_equal(speech.samples, first[variant]), (n, variant)
 
 
 def test_word_times_follow_the_sound() -> None:
-    """Between words is silence where espeak-ng pauses, and words reported together are parted."""
-    said = espeak.say(SENTENCE, "en-us+m3", espeak.Manner(gap=20))
-    loud = np.abs(said.samples.astype(float))
-    assert len(said.words) == len(SENTENCE)
-    for (_, end), (start, _) in zip(said.words, said.words[1:], strict=False):
+    """Words do not overlap, and words that espeak-ng reports as one are separated."""
+    speech = espeak.synthesize_words(SENTENCE, "en-us+m3", espeak.Prosody(gap=20))
+    loud = np.abs(speech.samples.astype(float))
+    assert len(speech.words) == len(SENTENCE)
+    for (_, end), (start, _) in zip(speech.words, speech.words[1:], strict=False):
         assert end <= start + 1e-9
-    for start, end in said.words:
+    for start, end in speech.words:
         assert 0.02 < end - start < 0.8
-        assert loud[int(start * said.rate) : int(end * said.rate)].mean() > 300
-    quick = espeak.say(SENTENCE, "en-us+m3", espeak.Manner())
+        assert loud[int(start * speech.rate) : int(end * speech.rate)].mean() > 300
+    quick = espeak.synthesize_words(SENTENCE, "en-us+m3", espeak.Prosody())
     the = quick.words[2]
     assert 0.05 < the[1] - the[0] < 0.2
 
@@ -180,21 +182,23 @@ def test_word_times_follow_the_sound() -> None:
 
 
 @pytest.mark.parametrize("rate", [8000, 16000])
-def test_the_signal_to_noise_ratio_is_what_it_says(rate: int) -> None:
-    said = espeak.say(SENTENCE, "en-us+m3", espeak.Manner())
-    speech = warped(said.samples, said.rate, rate, 1.0)
+def test_the_reported_signal_to_noise_ratio_is_correct(rate: int) -> None:
+    speech = espeak.synthesize_words(SENTENCE, "en-us+m3", espeak.Prosody())
+    samples = warp_vocal_tract(speech.samples, speech.rate, rate, 1.0)
     babble = np.random.default_rng(0).normal(size=rate).astype(np.float32)
     ratios = []
     for n in range(60):
-        heard = transmit(speech, (said.words[0][0], said.words[-1][1]), rate, np.random.default_rng(n), (0.0, 20.0), babble)
-        lead = round(heard.lead_s * rate)
-        active = slice(lead + int(said.words[0][0] * rate), lead + int(said.words[-1][1] * rate))
-        measured = 10 * np.log10(np.mean(heard.speech[active] ** 2) / np.mean(heard.noise**2))
-        assert abs(measured - heard.snr_db) < 0.1
-        assert np.abs(heard.samples).max() < 1
-        error = heard.samples - heard.speech - heard.noise
-        assert np.mean(error**2) < 0.003 * np.mean(heard.samples**2), "only μ-law comes between"
-        ratios.append(heard.snr_db)
+        audio = transmit(
+            samples, (speech.words[0][0], speech.words[-1][1]), rate, np.random.default_rng(n), (0.0, 20.0), babble
+        )
+        lead = round(audio.lead_s * rate)
+        active = slice(lead + int(speech.words[0][0] * rate), lead + int(speech.words[-1][1] * rate))
+        measured = 10 * np.log10(np.mean(audio.speech[active] ** 2) / np.mean(audio.noise**2))
+        assert abs(measured - audio.snr_db) < 0.1
+        assert np.abs(audio.samples).max() < 1
+        error = audio.samples - audio.speech - audio.noise
+        assert np.mean(error**2) < 0.003 * np.mean(audio.samples**2), "only μ-law changes the sum"
+        ratios.append(audio.snr_db)
     assert 0 <= min(ratios) < 3
     assert 17 < max(ratios) <= 20
     assert 8 < np.mean(ratios) < 12
@@ -203,20 +207,20 @@ def test_the_signal_to_noise_ratio_is_what_it_says(rate: int) -> None:
 def test_a_shorter_vocal_tract_raises_the_resonances() -> None:
     tone = (8000 * np.sin(2 * np.pi * 1000 * np.arange(22050) / 22050)).astype(np.int16)
     for warp in (0.9, 1.1):
-        found = warped(tone, 22050, 8000, warp)
-        assert abs(len(found) / 8000 - 1 / warp) < 0.01
-        peak = np.abs(np.fft.rfft(found)).argmax() * 8000 / len(found)
+        warped = warp_vocal_tract(tone, 22050, 8000, warp)
+        assert abs(len(warped) / 8000 - 1 / warp) < 0.01
+        peak = np.abs(np.fft.rfft(warped)).argmax() * 8000 / len(warped)
         assert abs(peak - 1000 * warp) < 5
 
 
-def test_sixty_times_real_time_per_core(tmp_path: Path) -> None:
-    """With perturbation and files; processor time, so that a busy machine changes little. Babble is made before."""
+def test_synthesis_is_60_times_faster_than_real_time(tmp_path: Path) -> None:
+    """Includes distortion and writing. CPU time is measured, so that other load matters little. Babble is cached before."""
     from roundelay.speech.synth import corpus
 
     options = SynthOptions(seed=5, train_utterances=160, dev_speakers=1, dev_utterances=1, test_speakers=1, test_utterances=1)
     texts = grammar.draw(5, {"train": 160})["train"]
-    orders = corpus._orders(tmp_path, "train", texts, draw_speakers(5, {"train": 160})["train"], options)
-    corpus._make(orders[0])
-    began = time.thread_time()
-    seconds = sum(corpus._make(order).seconds for order in orders[1:40])
-    assert seconds / (time.thread_time() - began) > 60
+    jobs = corpus._utterance_jobs(tmp_path, "train", texts, draw_speakers(5, {"train": 160})["train"], options)
+    corpus._synthesize_utterance(jobs[0])
+    start = time.thread_time()
+    seconds = sum(corpus._synthesize_utterance(job).seconds for job in jobs[1:40])
+    assert seconds / (time.thread_time() - start) > 60

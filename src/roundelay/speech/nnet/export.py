@@ -119,7 +119,7 @@ def onnx_graph(model: AcousticModel) -> Any:
         return node("Add", [product, constant(f"{name}.bias", weights[f"{name}.bias"])], output)
 
     def gates(name: str, layer: int) -> np.ndarray:
-        """Return [directions, gates, ...] in ONNX's order: input, output, forget, cell. torch's is input, forget, cell, output."""
+        """Return [directions, gates, ...] in the order of ONNX: input, output, forget, cell."""
         stacked = np.stack(
             [weights[f"lstm.{name}_l{layer}{suffix}"].reshape(4, shape.hidden, -1)[[0, 3, 1, 2]] for suffix in directions]
         )
