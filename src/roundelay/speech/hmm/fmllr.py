@@ -35,7 +35,10 @@ class SpeakerStatistics:
 
     @classmethod
     def expected(cls, gmm: Gmm, frames: float) -> SpeakerStatistics:
-        """Return the expected statistics of `frames` frames drawn from the mixtures: their transform is the identity."""
+        """Return the expected statistics of `frames` frames drawn from the mixtures, all pdfs equally often.
+
+        Their transform is the identity, so they serve as its prior.
+        """
         statistics = cls.empty(gmm.dim)
         share = gmm.weight.astype(np.float64)[:, None] * frames / gmm.weight.sum()
         mean, variance = gmm.mean.astype(np.float64), gmm.variance.astype(np.float64)
