@@ -19,13 +19,6 @@ settings.load_profile("roundelay")
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real processes on a machine with other work: what fails is tried once more, and the summary names it ("rerun")."""
-    for item in items:
-        if item.get_closest_marker("dist") or item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
     """Compiles (or loads) the kernels once, here, so that processes started later find them ready."""

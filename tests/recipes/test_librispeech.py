@@ -18,7 +18,7 @@ from roundelay.recipes.pipeline import STAGES
 from roundelay.speech.corpora.data_dir import Utterance, read_audio, read_data_dir, write_data_dir
 
 DIGITS = DATA / "fsdd"
-RECIPE = ROOT / "recipes" / "librispeech"
+RECIPE = ROOT / "src" / "roundelay" / "recipes" / "librispeech"
 needs_digits = pytest.mark.skipif(not DIGITS.is_dir(), reason="the recordings of fsdd are not here (ROUNDELAY_DATA)")
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for a whole recipe
