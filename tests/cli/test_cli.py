@@ -366,7 +366,7 @@ def test_batches_by_machine_and_by_probe(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("differ", "complaint"),
     [
-        ({"WORLD_SIZE": "3"}, "rank 1 was told of 3 learners, rank 0 of 2"),
+        ({"WORLD_SIZE": "3"}, "rank 1 was told of 3 learners, rank 0 of 2"),  # language: ok
         ({"override": "lr=0.3"}, "has lr"),
     ],
 )

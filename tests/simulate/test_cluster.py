@@ -27,7 +27,8 @@ def test_presets_say_where_every_figure_comes_from() -> None:
 
 
 def test_a_cluster_is_cut_machine_by_machine() -> None:
-    whole = from_tree({"machines": [{"count": 2, "learners": 3}, {"learners": 4}], "straggler": [{"learner": 7, "factor": 2.0}]})
+    machines = [{"count": 2, "learners": 3}, {"learners": 4}]
+    whole = from_tree({"machines": machines, "straggler": [{"learner": 7, "factor": 2.0}]})
     assert whole.learners == 10
     part = whole.first(8)
     assert part.machine_names() == ["machine-0"] * 3 + ["machine-1"] * 3 + ["machine-2"] * 2

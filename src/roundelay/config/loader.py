@@ -11,7 +11,6 @@ import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
@@ -325,12 +324,15 @@ def _convert_list(kind: Any, value: Any) -> tuple[bool, Any]:
 # -- types -------------------------------------------------------------------------------------------------------------
 
 
-@cache
+_HINTS: dict[Any, dict[str, Any]] = {}
+
+
 def _hints(schema: Any) -> dict[str, Any]:
-    return get_type_hints(schema)
+    if schema not in _HINTS:  # resolving annotations is slow
+        _HINTS[schema] = get_type_hints(schema)
+    return _HINTS[schema]
 
 
-@cache
 def _keys(schema: Any) -> dict[str, Field[Any]]:
     return {key_of(f): f for f in fields(schema) if f.init}
 
