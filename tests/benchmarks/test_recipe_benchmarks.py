@@ -10,7 +10,7 @@ from paths import ROOT
 from roundelay.cli import main
 from roundelay.recipes.config import NetworkConfig, settings_hash
 
-RECIPE = str(ROOT / "recipes" / "spoken")
+RECIPE = str(ROOT / "src" / "roundelay" / "recipes" / "spoken")
 
 
 @pytest.mark.parametrize("bench", [["speech", RECIPE], ["averaging", RECIPE], ["feeding", RECIPE], ["road"]])

@@ -1,10 +1,11 @@
-"""The installed command, as people type it."""
+"""The installed command: lists, help, error messages, and training."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from command import ROUNDELAY, TORCHRUN, Jobs
 from paths import ROOT
 
 import roundelay
-from benchmarks import BENCHES
+from roundelay.cli import list as lists
 from roundelay.cli import main
 
 NAMES = [
@@ -31,11 +32,11 @@ NAMES = [
 TRAITS = {"sharding", "deterministic", "conserves_mean", "contracts", "survives_failures", "optimizer_state"}
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    """The command's exit code, output and error output, run inside this process."""
+def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """Run a command in this process and return its exit code, stdout and stderr."""
     try:
         code = main.main(argv)
-    except SystemExit as end:  # argparse leaves this way
+    except SystemExit as end:  # argparse exits this way
         code = int(end.code or 0)
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
@@ -46,74 +47,102 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 
 
 def test_list_strategies_as_an_installed_command(jobs: Jobs) -> None:
-    found = jobs.run("list", "strategies", "--json").expect(0).json
-    assert list(found) == NAMES
-    for page in found.values():
+    rows = jobs.run("list", "strategies", "--json").expect(0).json
+    assert list(rows) == NAMES
+    for page in rows.values():
         assert page["equation"]
         assert set(page["traits"]) >= TRAITS
 
 
 def test_list_topologies_with_their_gaps(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, "list", "topologies", "--size", "6", "--json")
-    found = json.loads(out)
+    code, out, _ = call(capsys, "list", "topologies", "--size", "6", "--json")
+    rows = json.loads(out)
     assert code == 0
-    assert {"ring", "random_ring", "exponential", "complete"} <= set(found)
-    assert all(0 < page["gap"] <= 1 and page["size"] == 6 for page in found.values())
+    assert {"ring", "random_ring", "exponential", "complete"} <= set(rows)
+    assert all(0 < page["gap"] <= 1 and page["size"] == 6 for page in rows.values())
 
 
-@pytest.mark.parametrize("what", main.LISTS)
-def test_lists_for_people_name_everything(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, plain, _ = said(capsys, "list", what)
+@pytest.mark.parametrize("what", lists.LISTS)
+def test_lists_name_everything(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, plain, _ = call(capsys, "list", what)
     assert code == 0
-    names = json.loads(said(capsys, "list", what, "--json")[1])
+    names = json.loads(call(capsys, "list", what, "--json")[1])
     assert names
     assert all(name in plain for name in names)
 
 
-def commands() -> list[str]:
-    """Every command there is, benchmarks too."""
-    made = next(a for a in main.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return ["", *made.choices, *(f"bench {name}" for name in BENCHES)]
+PARSED = [name for name in main.COMMANDS if name not in main.FORWARDED]
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", ["", "bench", *PARSED])
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, *command.split(), "--help")
+    code, out, _ = call(capsys, *command.split(), "--help")
     assert code == 0
-    _, found, examples = out.partition("\nexample")
-    assert found
+    _, marker, examples = out.partition("\nexample")
+    assert marker
     assert f"roundelay {command}".strip() in examples
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c and not c.startswith("bench")])
-def test_every_argument_that_is_not_plain_says_what_it_is(command: str) -> None:
-    made = next(a for a in main.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    for action in made.choices[command]._actions:
-        if "--json" in action.option_strings:
-            assert action.help
-        if action.metavar == "key=value":
-            assert action.help, f"{command} takes settings and does not say which"
+@pytest.mark.parametrize("command", PARSED)
+def test_every_argument_has_a_help_text(command: str) -> None:
+    parser, _ = main.command_parser(command)
+    for action in parser._actions:
+        assert action.help, f"{command}: {action.dest}"
+
+
+@pytest.mark.parametrize("command", ["--help", "train --help", "decode --help", "list recipes", "list schedules"])
+def test_help_and_lists_do_not_import_torch(command: str) -> None:
+    code = f"import sys; from roundelay.cli.main import main\ntry: main({command.split()!r})\nexcept SystemExit: pass\n"
+    code += "assert not {'torch', 'numba', 'kaldifst', 'soundfile', 'tensorboard'} & set(sys.modules), sorted(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_importing_the_package_imports_no_dependency() -> None:
+    code = "import sys, roundelay; assert not {'torch', 'numba', 'rich', 'kaldifst', 'tensorboard'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_missing_extra_is_a_usage_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: object) -> int:
+        raise ModuleNotFoundError("No module named 'kaldifst'", name="kaldifst")
+
+    monkeypatch.setattr("roundelay.cli.decode.run", fail)
+    code, _, err = call(capsys, "decode", "run", "--data", "x")
+    assert code == 2
+    assert "this command needs the speech extra" in err
+    assert "pip install 'roundelay[speech]'" in err
+
+
+def test_completion_scripts_come_from_shtab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("shtab")
+    code, out, _ = call(capsys, "--print-completion", "bash")
+    assert code == 0
+    assert "simulate" in out
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    code, _, err = call(capsys, "--print-completion", "bash")
+    assert code == 2
+    assert "roundelay[completion]" in err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "--version")[1] == f"roundelay {roundelay.__version__}\n"
+    assert call(capsys, "--version")[1] == f"roundelay {roundelay.__version__}\n"
 
 
-def test_config_shows_values_and_where_they_come_from(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_shows_values_and_origins(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     file = jobs.task()
-    rows = json.loads(said(capsys, "config", file, "lr=0.25", "--json")[1])
+    rows = json.loads(call(capsys, "config", file, "lr=0.25", "--json")[1])
     assert rows["lr"] == {"value": 0.25, "from": "command line"}
-    assert rows["batch"] == {"value": 4, "from": "dots.toml:3"}
+    assert rows["batch"] == {"value": 4, "from": f"{file}:3"}
     assert rows["epochs"] == {"value": 1.0, "from": "default"}
-    assert "command line" in said(capsys, "config", file, "lr=0.25")[1]
+    assert "command line" in call(capsys, "config", file, "lr=0.25")[1]
 
 
-def test_settings_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(ROOT / "recipes" / "spoken")
-    code, out, _ = said(capsys, "config", folder, "train.batch=8", "--json", "train.lr=0.25")
+def test_settings_may_follow_options(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(ROOT / "src" / "roundelay" / "recipes" / "spoken")
+    code, out, _ = call(capsys, "config", folder, "train.batch=8", "--json", "train.lr=0.25")
     assert code == 0
     assert [json.loads(out)[f"train.{key}"]["value"] for key in ("batch", "lr")] == [8, 0.25]
-    for argv in (["config", folder, "--json", "what"], ["list", "strategies", "--json", "size=3"], ["check", "--jason"]):
+    for argv in (["list", "strategies", "--json", "size=3"], ["check", "--jason"]):
         with pytest.raises(SystemExit) as ended:
             main.main(argv)
         assert ended.value.code == 2
@@ -121,16 +150,20 @@ def test_settings_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_config_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(ROOT / "recipes" / "spoken")
-    code, out, _ = said(capsys, "config", folder, "train.learners=4", "--json")
+    folder = str(ROOT / "src" / "roundelay" / "recipes" / "spoken")
+    code, out, _ = call(capsys, "config", folder, "train.learners=4", "--json")
     assert code == 0
     rows = json.loads(out)
     assert rows["train.learners"] == {"value": 4, "from": "command line"}
-    assert rows["tri.leaves"] == {"value": 500, "from": "recipe.toml"}
-    assert rows["source.options.snr"] == {"value": [0, 20], "from": "recipe.toml"}
+    assert rows["tri.leaves"]["value"] == 500
+    assert "recipe.toml:" in rows["tri.leaves"]["from"]
+    assert rows["source.options.snr"]["value"] == [0, 20]
+    assert "recipe.toml:" in rows["source.options.snr"]["from"]
     assert rows["train.topology"] == {"value": "ring", "from": "default"}
-    assert "# command line" in said(capsys, "config", folder, "train.learners=4")[1]
-    assert said(capsys, "config", folder, "train.lerners=4")[0] == 2
+    assert "# command line" in call(capsys, "config", folder, "train.learners=4")[1]
+    code, _, err = call(capsys, "config", "spoken", "train.lerners=4")
+    assert code == 2
+    assert "unknown key 'lerners' in [train]" in err
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes
@@ -149,10 +182,10 @@ def test_config_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
         ("strategy=hierarchical(nothing)", "unknown strategy 'nothing'"),
         ("strategy=nowhere.to.be.found:Mine", "failed to load"),
         ("task=nowhere:Task", "cannot be loaded"),
-        ("epochs=many", "must be float"),
-        ("learners=0", "at least 1"),
-        ("learners", "is not key=value"),
-        ("batch=0", "at least 1"),
+        ("epochs=many", "epochs must be a number"),
+        ("learners=0", "learners must be >= 1 (got 0)"),
+        ("learners", "is not of the form key=value"),
+        ("batch=0", "batch must be >= 1 (got 0)"),
         ("batch=somewhere:8", "says nothing about the machine of rank 0"),
         ("batch=somewhere:none", "is not host:batch"),
         ("straggler=1:2", "ranks are 0 to 0"),
@@ -163,9 +196,11 @@ def test_config_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
         ("strategy=single backend=threads learners=2", "'single' must run on one rank (got 2)"),
     ],
 )
-def test_mistakes_end_in_a_sentence(override: str, complaint: str, jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_name_the_mistake_and_a_hint(
+    override: str, complaint: str, jobs: Jobs, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = f"run={jobs.folder / 'run'}"
-    code, _, err = said(capsys, "train", jobs.task(trace=""), run, *override.split())
+    code, _, err = call(capsys, "train", jobs.task(trace=""), run, *override.split())
     assert code in (2, 3)
     assert err.startswith("roundelay: ")
     assert complaint in err
@@ -177,45 +212,86 @@ def test_mistakes_end_in_a_sentence(override: str, complaint: str, jobs: Jobs, c
     [
         (None, "cannot read"),
         ("lr = ", "is not valid TOML"),
-        ("learning_rate = 1", "there is no setting 'learning_rate'"),
-        ("", "no task is named"),
+        ("learning_rate = 1", "unknown key 'learning_rate'"),
+        ("", "task must be set"),
     ],
 )
-def test_bad_files_end_in_a_sentence(
+def test_bad_files_are_usage_errors(
     text: str | None, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "settings.toml"
     if text is not None:
         file.write_text(text)
-    code, _, err = said(capsys, "train", str(file), f"run={tmp_path / 'run'}")
+    code, _, err = call(capsys, "train", str(file), f"run={tmp_path / 'run'}")
     assert code == 2
     assert complaint in err
 
 
 def test_no_command_and_unknown_commands_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys)[0] == 2
-    assert said(capsys, "trian")[0] == 2
-    assert said(capsys, "list", "colours")[0] == 2
+    assert call(capsys)[0] == 2
+    assert call(capsys, "trian")[0] == 2
+    assert call(capsys, "list", "colors")[0] == 2
 
 
 @pytest.mark.dist
-def test_a_port_in_use_is_said_so(jobs: Jobs) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        ended = jobs.train("learners=2", f"port={port}").end().expect(2)
+def test_a_port_in_use_is_a_usage_error(jobs: Jobs) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        ended = jobs.train("learners=2", f"store_port={port}").end().expect(2)
     assert f"cannot listen on 127.0.0.1:{port}" in ended.err
     assert "choose another port" in ended.err
 
 
-def test_a_run_directory_with_checkpoints_is_not_overwritten(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Return modification time and bytes of all files below a folder."""
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "resume=nowhere",
+        "straggler=5:2 resume=auto",
+        "record_order=true resume=auto",
+        "strategy=nothing",
+        "lr=-1",
+        "device=abacus",
+    ],
+)
+def test_a_refused_run_changes_nothing_on_disk(override: str, jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    file, run = jobs.task(trace="", samples=16), jobs.folder / "run"
+    assert call(capsys, "train", file, f"run={run}")[0] == 0
+    before = contents(run)
+    for extra in ([], ["learners=2"], ["learners=2", "backend=threads"]):
+        assert call(capsys, "train", file, f"run={run}", *override.split(), *extra)[0] == 2
+        assert call(capsys, "train", file, f"run={jobs.folder / 'new'}", "lr=-1", *extra)[0] == 2
+    assert contents(run) == before
+    assert not (jobs.folder / "new").exists()
+
+
+def test_a_run_directory_with_checkpoints_is_refused(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     file, run = jobs.task(trace="", samples=16), f"run={jobs.folder / 'run'}"
-    assert said(capsys, "train", file, run)[0] == 0
-    before = jobs.model()
-    code, _, err = said(capsys, "train", file, run, "seed=1")
+    assert call(capsys, "train", file, run)[0] == 0
+    code, _, err = call(capsys, "train", file, run, "seed=1")
     assert code == 2
-    assert "already holds checkpoints" in err
+    assert "already contains checkpoints" in err
     assert "resume=auto" in err
-    assert jobs.model() == before
+
+
+def test_examples_and_recipes_are_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["task_options.samples=64", "task_options.held_out=16", "epochs=1", "learners=1", "batch=16"]
+    assert call(capsys, "train", "frames", "--json", *options)[0] == 0
+    assert (tmp_path / "runs" / "frames-adpsgd-1" / "config.toml").is_file()
+    assert "did you mean 'frames'" in call(capsys, "train", "frame")[2]
+    assert "did you mean 'spoken'" in call(capsys, "run", "spokn")[2]
+    code, _, err = call(capsys, "run", "spoken", "--until", "nothing")
+    assert code == 2
+    assert "unknown stage 'nothing'" in err
+    assert not (tmp_path / "runs" / "spoken").exists()
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -251,7 +327,7 @@ def test_training_with_local_learners(strategy: str, backend: str, jobs: Jobs) -
 
 def test_training_in_threads(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     file, run = jobs.task(trace=""), f"run={jobs.folder / 'run'}"
-    code, out, _ = said(capsys, "train", file, run, "backend=threads", "learners=3", "strategy=sync", "epochs=2", "--json")
+    code, out, _ = call(capsys, "train", file, run, "backend=threads", "learners=3", "strategy=sync", "epochs=2", "--json")
     assert code == 0
     assert json.loads(out)["metrics"]["loss"] < 1.0
     assert {e["rank"] for e in jobs.events(kind="summary")} == {0, 1, 2}
@@ -270,7 +346,7 @@ def test_training_under_torchrun(jobs: Jobs) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_slow_learner_takes_fewer_batches_and_none_is_dealt_twice(jobs: Jobs) -> None:
+def test_a_slow_learner_gets_fewer_batches_and_none_twice(jobs: Jobs) -> None:
     jobs.train("strategy=adpsgd", "learners=2", "straggler=1:3.0", "epochs=2", samples=200, pause_s=0.01).end(90).expect(0)
     assert jobs.counts() == dict.fromkeys(range(200), 2)
     steps = {rank: len(batches) for rank, batches in jobs.batches().items()}
@@ -302,11 +378,11 @@ def test_batches_by_machine_and_by_probe(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("differ", "complaint"),
     [
-        ({"WORLD_SIZE": "3"}, "rank 1 was told of 3 learners, rank 0 of 2"),
+        ({"WORLD_SIZE": "3"}, "rank 1 was told of 3 learners, rank 0 of 2"),  # language: ok
         ({"override": "lr=0.3"}, "has lr"),
     ],
 )
-def test_ranks_that_disagree_stop_and_say_in_what(differ: dict[str, str], complaint: str, jobs: Jobs) -> None:
+def test_ranks_with_different_settings_stop(differ: dict[str, str], complaint: str, jobs: Jobs) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}

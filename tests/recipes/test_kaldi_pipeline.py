@@ -25,7 +25,7 @@ from roundelay.speech.hmm.align import Alignments
 from roundelay.speech.nnet.lstm import AcousticModel
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for a whole recipe
-RECIPES = ROOT / "recipes"
+RECIPES = ROOT / "src" / "roundelay" / "recipes"
 SMALL = (
     f"kaldi.num_pdfs={NUM_PDFS}",
     "network.layers=1", "network.hidden=24", "network.bottleneck=16",

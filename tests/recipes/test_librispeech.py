@@ -20,7 +20,7 @@ from roundelay.speech.corpora.utterance import Utterance
 from roundelay.speech.features.audio import read_audio
 
 DIGITS = DATA / "fsdd"
-RECIPE = ROOT / "recipes" / "librispeech"
+RECIPE = ROOT / "src" / "roundelay" / "recipes" / "librispeech"
 needs_digits = pytest.mark.skipif(not DIGITS.is_dir(), reason="the recordings of fsdd are not here (ROUNDELAY_DATA)")
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for a whole recipe

@@ -23,7 +23,7 @@ from roundelay.speech.corpora.utterance import Utterance
 from roundelay.speech.features.kaldi_ark import read_matrices
 
 DIGITS = DATA / "fsdd"
-RECIPES = ROOT / "recipes"
+RECIPES = ROOT / "src" / "roundelay" / "recipes"
 needs_digits = pytest.mark.skipif(not DIGITS.is_dir(), reason="the recordings of fsdd are not here (ROUNDELAY_DATA)")
 
 RECIPE = """

@@ -40,10 +40,10 @@ def train_recorded(context: DistributedContext, task: Any, config: TrainConfig, 
     train(task, context, config, record_settings=record)
 
 
-def recorded(runner: Any, run: Path, task: Any = SMALL, size: int = 4, machines: int = 0, **options: Any) -> Any:
+def recorded(runner: Any, run: Path, task: Any = SMALL, size: int = 4, simulate_nodes: int = 0, **options: Any) -> Any:
     """The comparison of a run with its replay."""
     config = replace(CONFIG, run=str(run), **options)
-    runner(train_recorded, task, config, size=size, machines=machines)
+    runner(train_recorded, task, config, size=size, simulate_nodes=simulate_nodes)
     record = read_run_log(run)
     again = Replay(task, config, record)
     again.play()
@@ -70,7 +70,7 @@ def test_a_parameter_server_is_replayed_bit_for_bit(crew: Crew, tmp_path: Path, 
 @pytest.mark.dist
 @pytest.mark.parametrize("backend", ["threads", "auto"])
 def test_a_hierarchy_is_replayed_bit_for_bit(crew: Crew, tmp_path: Path, backend: str) -> None:
-    found = recorded(crew.on(backend), tmp_path, machines=2, strategy="hierarchical(adpsgd)")
+    found = recorded(crew.on(backend), tmp_path, simulate_nodes=2, strategy="hierarchical(adpsgd)")
     assert found["equal"], found
 
 

@@ -27,7 +27,7 @@ OUTSIDE = """[...document.querySelectorAll('body *')]
     .map(e => e.className || e.tagName)"""
 SMALLEST = """Math.min(...[...document.querySelectorAll('main svg text')]
     .map(e => e.getBoundingClientRect()).filter(r => r.width).map(r => r.height))"""
-FRAMES = str(ROOT / "examples" / "frames.toml")
+FRAMES = "frames"
 
 
 @pytest.fixture(scope="module")

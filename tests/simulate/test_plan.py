@@ -123,7 +123,7 @@ def test_the_command_plans_a_task(files: tuple[str, str], capsys: pytest.Capture
 
 
 def test_the_command_plans_a_recipe(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(ROOT / "recipes" / "commands")
+    recipe = str(ROOT / "src" / "roundelay" / "recipes" / "commands")
     assert main(["plan", recipe, files[1], "samples=1000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["job"]["batch"] == 16
     assert main(["plan", recipe, files[1]]) == 2

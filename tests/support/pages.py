@@ -23,7 +23,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "recipes").glob("*/*.md")),
+    *sorted((ROOT / "src" / "roundelay" / "recipes").glob("*/*.md")),
 ]
 PROGRAMS = ("roundelay", "sudo", "torchrun", "python", "make", "mpirun", "srun", "sbatch", "git", "pip")
 FENCE = re.compile(r"^(\s*)(`{3,})(\w*)\s*$")

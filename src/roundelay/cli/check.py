@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """  roundelay check
   roundelay check learners=2 run=runs/next
-  torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr first --master-port 29500 -m roundelay check bind_address=auto"""
+  torchrun --nnodes 2 --node-rank 0 --master-addr first --master-port 29500 -m roundelay check bind_address=auto"""
 MAX_SKEW_S = 1.0
 
 
@@ -122,8 +122,14 @@ def run(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "roundelay", "check", *args.overrides, *(["--json"] if args.json else [])]
         host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address
         return start_learners(
-            command, lambda: run(args), settings.learners, bind_address=host, port=settings.store_port, run=None, survives_failures=False
-        )  # fmt: skip
+            command,
+            lambda: run(args),
+            settings.learners,
+            bind_address=host,
+            port=settings.store_port,
+            run=None,
+            survives_failures=False,
+        )
     else:
         host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address
         rows = [

@@ -19,7 +19,7 @@ EXAMPLES = """  roundelay run spoken
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of the command, beside those of the recipe."""
+    """Settings of the command that are not the recipe's."""
 
     run: str = setting("", help="Run directory; default runs/<recipe>.")
     progress: str = setting("auto", choices=("auto", "rich", "plain", "none"), help="Progress display on the terminal.")

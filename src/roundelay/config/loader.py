@@ -34,7 +34,7 @@ class ResolvedConfig(Generic[T]):
 
     def origin(self, key: str) -> str:
         """Return where a dotted key was set."""
-        return origin_of(self.origins, key) or "default"
+        return origin_of(self.origins, key, headers=False) or "default"
 
 
 @overload
@@ -92,17 +92,19 @@ def _lines(text: str) -> dict[str, int]:
             else:  # a sub-section of a list belongs to the list's latest element
                 parent, dot, rest = section.partition(".")
                 section = f"{parent}[{counts[parent]}]{dot}{rest}" if counts.get(parent, 0) else section
-            lines.setdefault(section, number)
+            lines.setdefault(f"[{section}]", number)
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             lines.setdefault(f"{section}.{key.group(1)}" if section else key.group(1), number)
     return lines
 
 
-def origin_of(origins: Mapping[str, str], key: str) -> str:
-    """Return where a dotted key, or else the section that contains it, was set."""
+def origin_of(origins: Mapping[str, str], key: str, headers: bool = True) -> str:
+    """Return where a dotted key, or else an inline section that contains it, was set; or else the header of its section."""
     while key:
         if key in origins:
             return origins[key]
+        if headers and f"[{key}]" in origins:
+            return origins[f"[{key}]"]
         key = key.rpartition(".")[0]
     return ""
 
@@ -202,14 +204,14 @@ def _values(schema: type[Any], tree: Any, where: str, origins: Mapping[str, str]
             f"{_label(section)} must be a section (got {tree!r})", where=origin_of(origins, section) or where,
             hint=f"write [{section}] and its keys below it",
         )  # fmt: skip
-    known_keys = _keys(schema)
+    declarations = _keys(schema)
     values: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{section}.{key}" if section else key
         location = origin_of(origins, path) or where
-        if key not in known_keys:
-            raise UsageError(f"unknown key '{key}'{_inside(section)}", where=location, hint=did_you_mean(key, known_keys))
-        declaration = known_keys[key]
+        if key not in declarations:
+            raise UsageError(f"unknown key '{key}'{_inside(section)}", where=location, hint=did_you_mean(key, declarations))
+        declaration = declarations[key]
         values[declaration.name] = _Converter(declaration, path, where, origins).convert(_type_of(schema, key), value)
     return values
 
@@ -249,6 +251,8 @@ class _Converter:
 
     def refuse(self, rule: str, value: Any, hint: str = "") -> None:
         shown = f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+        if isinstance(value, float):
+            shown = f"{value:g}"
         raise UsageError(f"{_label(self.path)} {rule} (got {shown})", where=self.location, hint=hint or self._example())
 
     def _example(self) -> str:
@@ -273,7 +277,7 @@ class _Converter:
             rule = constraint_of(self.declaration)
             choices = self.declaration.metadata.get("choices")
             hint = did_you_mean(str(value), choices) if choices else f"give a number {rule}"
-            self.refuse(f"must be {rule}", f"{value:g}" if isinstance(value, float) else value, hint)
+            self.refuse(f"must be {rule}", value, hint)
         return value
 
 
@@ -320,7 +324,16 @@ def _convert_list(kind: Any, value: Any) -> tuple[bool, Any]:
 # -- types -------------------------------------------------------------------------------------------------------------
 
 
-def _keys(schema: type[Any]) -> dict[str, Field[Any]]:
+_HINTS: dict[Any, dict[str, Any]] = {}
+
+
+def _hints(schema: Any) -> dict[str, Any]:
+    if schema not in _HINTS:  # resolving annotations is slow
+        _HINTS[schema] = get_type_hints(schema)
+    return _HINTS[schema]
+
+
+def _keys(schema: Any) -> dict[str, Field[Any]]:
     return {key_of(f): f for f in fields(schema) if f.init}
 
 
@@ -329,10 +342,10 @@ def _type_of(schema: Any, key: str) -> Any:
     if _section_type(schema) is None:
         return None
     cls = _section_type(schema)
-    declaration = _keys(cls).get(key)  # type: ignore[arg-type]
+    declaration = _keys(cls).get(key)
     if declaration is None:
         return None
-    return get_type_hints(cls)[declaration.name]
+    return _hints(cls)[declaration.name]
 
 
 def _options(kind: Any) -> tuple[Any, ...]:

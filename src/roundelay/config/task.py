@@ -15,8 +15,8 @@ from roundelay.errors import UsageError, did_you_mean
 
 NON_NUMERIC_KEYS = frozenset(
     {
-        "run", "resume", "keep_checkpoints", "eval_at_checkpoint", "checkpoint_every_epochs", "straggler", "timeout_s", "log_every_s",
-        "bind_address", "store_port", "progress", "record_order", "backend", "device", "learners",
+        "run", "resume", "keep_checkpoints", "eval_at_checkpoint", "checkpoint_every_epochs", "straggler", "timeout_s",
+        "log_every_s", "bind_address", "store_port", "progress", "record_order", "backend", "device", "learners",
     }
 )  # fmt: skip
 """Settings that do not change the weights, given the order of updates."""

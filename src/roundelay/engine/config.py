@@ -70,7 +70,7 @@ class TrainConfig(EngineConfig):
         1, minimum=0, help="Background loaders per learner; 0 loads in the training thread. Raise it for slow storage."
     )
     loader_kind: str = setting(
-        "thread", choices=("thread", "process"), help="Loaders are threads, or processes if the task's Python code is the bottleneck."
+        "thread", choices=("thread", "process"), help="Threads, or processes if the task's Python code is the bottleneck."
     )  # fmt: skip
     run: str = setting("", help="Run directory; default runs/<name>-<strategy>-<number>.")
     resume: str = setting("no", help="no, auto (the latest complete checkpoint of the run), or the path of a checkpoint.")

@@ -110,7 +110,7 @@ class Trainer:
         self._stopped_early = False
 
     def _check_shared(self, run: Path) -> None:
-        """Raise unless all ranks see the same run directory, which checkpoint shards are collected in. All ranks must call it."""
+        """Raise unless all ranks see one run directory, where checkpoint shards are collected. All ranks must call it."""
         store = self.learner.job.store
         if self.context.rank == 0:
             (run / ".token").write_text(store.claim("run-token", str(time.time_ns())))
@@ -208,7 +208,8 @@ class Trainer:
                     next_save = self._save_at(next_save, every, info.position)
                 if learner.update_log is not None:
                     learner.update_log.step(
-                        lease.epoch, lease.start, lease.stop, info.local_samples, info.node_samples, info.global_samples, info.position
+                        lease.epoch, lease.start, lease.stop,
+                        info.local_samples, info.node_samples, info.global_samples, info.position,
                     )  # fmt: skip
                 learner.run_step(info, self._compute(batch), lease.span)
                 if learner.strategy.traits.sharding == "static" and next_save <= lease.span[1] < total:
@@ -293,7 +294,7 @@ class Trainer:
                     mean = read_model(path, self.learner)
                 except FileNotFoundError:  # faster ranks have pruned it
                     self.log.warning(
-                        f"checkpoint {path.name} was deleted before this rank could evaluate it; raise keep_checkpoints=N to keep more"
+                        f"checkpoint {path.name} was deleted before this rank could evaluate it; raise keep_checkpoints=N"
                     )
                     continue
                 self.evaluator.evaluate(position, mean, note.get("spread"))

@@ -85,7 +85,7 @@ class NetworkConfig:
     )
     init_from: str = setting(
         "",
-        help="Start from the layers (without the last) of another network: a recipe as seen from this folder, such as ../spoken "
+        help="Start from the layers (without the last) of another network: a recipe relative to this folder, such as ../spoken "
         "(it runs first), a run directory, or a model folder.",
     )
     adapted: bool = setting(False, help='Append speaker-adapted features to the log-mels; needs "sat" in systems.')
@@ -201,8 +201,8 @@ class Recipe:
             raise UsageError(
                 f"[network] init_from must be a recipe, a run or a model folder (got '{init_from}')",
                 where="network.init_from",
-                hint="give a recipe relative to this one's folder, or the path of a recipe's run or of a folder with model.json and "
-                "model.safetensors",
+                hint="give a recipe relative to this one's folder, or the path of a run or of a folder with model.json "
+                "and model.safetensors",
             )
         before = self.pretraining_recipe
         if before is not None and "init_from" in config.read_toml(before / FILE)[0].get("network", {}):

@@ -146,8 +146,8 @@ def read_source(work: PipelineContext, source: SourceConfig) -> dict[str, list[U
             synthesize(root, options, jobs=work.jobs, progress=work.progress)
         return {part: read_data_dir(root / part).utterances for part in ("train", "dev", "test")}
     if root is None or not root.is_absolute():
-        data, named = os.environ.get("ROUNDELAY_DATA", ""), root or Path(source.kind)
-        folders = [Path(data)] * bool(data) + [work.recipe.folder]
+        data, named = os.environ.get("ROUNDELAY_DATA"), root or Path(source.kind)
+        folders = [*([Path(data)] if data else []), work.recipe.folder]
         existing = next((folder / named for folder in folders if (folder / named).is_dir()), None)
         if existing is None:
             raise UsageError(

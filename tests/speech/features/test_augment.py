@@ -18,7 +18,7 @@ from roundelay.speech.features.augment import SpecAugment, Vtlp
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.fbank import add_deltas, log_mel
 from roundelay.speech.features.speed_perturb import perturb_speed
-from roundelay.speech.hmm.align import write_states
+from roundelay.speech.hmm.align import write_alignments
 from roundelay.speech.nnet.frame_task import FrameTask
 from roundelay.speech.nnet.lstm import AcousticModel
 
