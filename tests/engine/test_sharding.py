@@ -87,7 +87,9 @@ def test_all_ranks_have_the_same_rounds_and_their_weights_add_up(scenario: Scena
         assert all(lease.step_info.global_samples == global_samples for lease in leases)
         assert sum(lease.step_info.local_samples for lease in leases) == global_samples
         for machine in scenario.machines:
-            assert {leases[r].step_info.node_samples for r in machine} == {sum(leases[r].step_info.local_samples for r in machine)}
+            assert {leases[r].step_info.node_samples for r in machine} == {
+                sum(leases[r].step_info.local_samples for r in machine)
+            }
 
 
 @given(scenarios(), st.integers(0, 5))
@@ -106,7 +108,9 @@ def test_static_sharding_can_stop_after_any_round_and_resume(scenario: Scenario,
 # --------------------------------------------------------------------------------------------------------- dynamic
 
 
-def shardings(scenario: Scenario, store: LocalStore, missing_ranges: Sequence[Span] = (), **options: Any) -> list[DynamicSharding]:
+def shardings(
+    scenario: Scenario, store: LocalStore, missing_ranges: Sequence[Span] = (), **options: Any
+) -> list[DynamicSharding]:
     return [DynamicSharding(scenario.plan(rank), store, missing_ranges, **options) for rank in range(len(scenario.batches))]
 
 
@@ -156,18 +160,24 @@ def test_missing_ranges_of_an_earlier_run_are_leased(scenario: Scenario, data: s
 
 @given(scenarios(), st.data())
 def test_leases_of_failed_ranks_are_returned(scenario: Scenario, data: st.DataObject) -> None:
-    deal = Scenario(scenario.samples, scenario.total, [*scenario.batches, 2], [[r] for r in range(len(scenario.batches) + 1)], scenario.first)
+    scenario = Scenario(
+        scenario.samples,
+        scenario.total,
+        [*scenario.batches, 2],
+        [[r] for r in range(len(scenario.batches) + 1)],
+        scenario.first,
+    )
     failed_rank = data.draw(st.integers(0, len(scenario.batches) - 1))
     failed: list[int] = []
     ranks = shardings(scenario, LocalStore(), failed=lambda: failed)
-    leaseed = take(iter(ranks[failed_rank]), data.draw(st.integers(0, 4)), scenario)
-    completed = leaseed[: data.draw(st.integers(0, len(leaseed)))]
+    drawn_leases = take(iter(ranks[failed_rank]), data.draw(st.integers(0, 4)), scenario)
+    completed = drawn_leases[: data.draw(st.integers(0, len(drawn_leases)))]
     for lease in completed:
         ranks[failed_rank].complete(lease.span)
     ranks[failed_rank]._publish_lease()  # as before the next lease
     failed.append(failed_rank)
     leases = in_threads([sharding for rank, sharding in enumerate(ranks) if rank != failed_rank])
-    everything = indices(scenario, completed) + [p for leases in leases for p in indices(scenario, leases)]
+    everything = indices(scenario, completed) + [p for rank in leases for p in indices(scenario, rank)]
     assert sorted(everything) == list(range(scenario.first, scenario.total))
 
 
@@ -182,13 +192,18 @@ def take(leases: Iterator[BatchLease], count: int, scenario: Scenario) -> list[B
 @given(scenarios())
 def test_after_a_stop_only_existing_leases_are_done(scenario: Scenario) -> None:
     store = LocalStore()
-    ranks = shardings(Scenario(scenario.samples, scenario.total, scenario.batches, [[r] for r in range(len(scenario.batches))], scenario.first), store)
+    ranks = shardings(
+        Scenario(
+            scenario.samples, scenario.total, scenario.batches, [[r] for r in range(len(scenario.batches))], scenario.first
+        ),
+        store,
+    )
     leases = iter(ranks[0])
     first = next(leases)
     ranks[0].stop()
     ranks[0].complete(first.span)
     leases = [[first], *in_threads(ranks, leases)]
-    everything = [p for leases_ in leases for p in indices(scenario, leases_)]
+    everything = [p for rank in leases for p in indices(scenario, rank)]
     assert sorted(everything) == list(range(scenario.first, ranks[0].total))
     assert ranks[0].total == min(scenario.total, scenario.first + scenario.batches[0])
     info = ranks[0].empty_step()
