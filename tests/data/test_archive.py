@@ -62,7 +62,7 @@ def test_an_archive_delivers_the_bits_of_the_feature_store(tmp_path: Path, delta
 
 
 def test_masks_fall_on_the_same_windows_with_and_without_an_archive(inputs: dict[str, str], archive: Path) -> None:
-    masks = {"mask_mels": 3, "mask_frames": 5}
+    masks = {"spec_augment_freq": 3, "spec_augment_time": 5}
     plain, whole = FrameTask(**inputs, **SHAPE, **masks), PackedTask(archive=str(archive), **inputs, **SHAPE, **masks)
     x, _ = whole.batch(1, 0, whole.samples)
     rows = {int(n): row for row, n in enumerate(whole.examples.batch(1, 0, whole.samples).numbers)}
@@ -195,7 +195,7 @@ def test_an_altered_byte_is_found_and_its_shard_named(archive: Path, tmp_path: P
 
 def test_a_missing_shard_and_a_damaged_index_are_named(archive: Path, tmp_path: Path) -> None:
     folder = copy_of(archive, tmp_path)
-    shutil.add_(folder / "shard-00000.bin", tmp_path / "away")
+    shutil.move(folder / "shard-00000.bin", tmp_path / "away")
     with pytest.raises(DataError, match=r"shard-00000\.bin[\s\S]*missing"):
         Archive(folder)
     shutil.move(tmp_path / "away", folder / "shard-00000.bin")

@@ -183,10 +183,10 @@ def test_leases_of_failed_ranks_are_returned(scenario: Scenario, data: st.DataOb
 
 def take(leases: Iterator[BatchLease], count: int, scenario: Scenario) -> list[BatchLease]:
     """Take the first leases while any are left: an idle rank would wait for all other ranks."""
-    leases: list[BatchLease] = []
-    while len(leases) < count and sum(c.step_info.local_samples for c in leases) < scenario.total - scenario.first:
-        leases.append(next(leases))
-    return leases
+    first: list[BatchLease] = []
+    while len(first) < count and sum(c.step_info.local_samples for c in first) < scenario.total - scenario.first:
+        first.append(next(leases))
+    return first
 
 
 @given(scenarios())
