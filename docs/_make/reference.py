@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from roundelay import config, strategies, topology
-from roundelay.api import session
+from roundelay.api import fit, session
 from roundelay.cli import main
 from roundelay.core import contracts
-from roundelay.engine import learner
 from roundelay.launch.context import BACKENDS
 from roundelay.metrics import events
 from roundelay.recipes import config as recipe
@@ -322,8 +321,10 @@ def python_page() -> str:
     parts = [callable_part("roundelay.Session", session.Session)]
     for name in ("loader", "step", "join_uneven"):
         parts.append(callable_part(f"session.{name}", getattr(session.Session, name), "###"))
-    parts.append("`session.rank` and `session.size` are the rank and the number of ranks; `session.steps` counts the steps of this rank.\n")
-    parts.append(callable_part("roundelay.fit", session.fit))
+    parts.append(
+        "`session.rank` and `session.size` are the rank and the number of ranks; `session.steps` counts the steps of this rank.\n"
+    )
+    parts.append(callable_part("roundelay.fit", fit.fit))
     parts.append("## Task\n\n" + inspect.cleandoc(contracts.__doc__ or "") + "\n")
     rows = [
         [code(n), " ".join((inspect.getdoc(getattr(contracts.Task, n)) or "").split())]
