@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from roundelay import config, strategies, topology
-from roundelay.api import session
+from roundelay.api import fit, session
 from roundelay.cli import main
 from roundelay.core import contracts
-from roundelay.engine import learner
 from roundelay.launch.context import BACKENDS
 from roundelay.metrics import events
 from roundelay.recipes import config as recipe
@@ -319,12 +318,13 @@ def callable_part(name: str, thing: Any, level: str = "##") -> str:
 
 
 def python_page() -> str:
-    parts = [callable_part("roundelay.join", session.join)]
-    parts.append("## Learner\n\n" + inspect.cleandoc(learner.Learner.__doc__ or "") + " What `join` returns.\n")
-    for name in ("claim", "step", "until_all_done"):
-        parts.append(callable_part(f"learner.{name}", getattr(learner.Learner, name), "###"))
-    parts.append("`learner.rank` and `learner.size` say which of how many this one is; `learner.steps` counts its steps.\n")
-    parts.append(callable_part("roundelay.fit", session.fit))
+    parts = [callable_part("roundelay.Session", session.Session)]
+    for name in ("loader", "step", "join_uneven"):
+        parts.append(callable_part(f"session.{name}", getattr(session.Session, name), "###"))
+    parts.append(
+        "`session.rank` and `session.size` are the rank and the number of ranks; `session.steps` counts the steps of this rank.\n"
+    )
+    parts.append(callable_part("roundelay.fit", fit.fit))
     parts.append("## Task\n\n" + inspect.cleandoc(contracts.__doc__ or "") + "\n")
     rows = [
         [code(n), " ".join((inspect.getdoc(getattr(contracts.Task, n)) or "").split())]

@@ -1,4 +1,4 @@
-"""Every epoch sees every example of an archive exactly once: under every strategy, with one very slow learner."""
+"""Every epoch uses every example of an archive exactly once, with every strategy and one slow learner."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ EPOCHS = 2
 
 
 class Counting(PackedTask):
-    """Writes down the examples that gradients are computed on."""
+    """Count the examples that gradients are computed on."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.seen: Counter[tuple[int, int]] = Counter()
-        self._noting = threading.Lock()
+        self._count_lock = threading.Lock()
 
     def batch(self, epoch: int, start: int, stop: int) -> Any:
         numbers = self.examples.batch(epoch, start, stop).numbers
         return super().batch(epoch, start, stop), [(epoch, int(n)) for n in numbers]
 
     def loss(self, module: nn.Module, batch: Any) -> Tensor:
-        with self._noting:
+        with self._count_lock:
             self.seen.update(batch[1])
         return super().loss(module, batch[0])
 
@@ -41,9 +41,9 @@ class Counting(PackedTask):
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("counted")
-    told = corpus(folder)
-    archive = packed(folder / "archive", told, context=2)
-    return {"archive": str(archive), "window": 21, "context": 2, "model": "tiny", "hidden": 4, "bottleneck": 3, **told}
+    inputs = corpus(folder)
+    archive = packed(folder / "archive", inputs, context=2)
+    return {"archive": str(archive), "window": 21, "context": 2, "model": "tiny", "hidden": 4, "bottleneck": 3, **inputs}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -52,12 +52,12 @@ def test_every_epoch_sees_every_example_once(options: dict[str, Any], name: str)
     strategy = "hierarchical(adpsgd)" if name == "hierarchical" else name
     simulate_nodes, size = (2, 4) if name == "hierarchical" else (0, 1 if name == "single" else 3)
 
-    def learn(place: DistributedContext) -> dict[str, Any]:
+    def learn(context: DistributedContext) -> dict[str, Any]:
         config = TrainConfig(
             strategy=strategy, straggler="1:4.0" if size > 1 else "", epochs=EPOCHS, batch=5, lr=0.01,
             eval_at_checkpoint=False, progress="none", num_workers=2,
         )  # fmt: skip
-        return train(task, place, config)
+        return train(task, context, config)
 
     results = run_threads(learn, size=size, simulate_nodes=simulate_nodes, timeout_s=90.0)
     assert task.seen == {(epoch, n): 1 for epoch in range(EPOCHS) for n in range(task.samples)}

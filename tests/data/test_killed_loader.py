@@ -1,4 +1,4 @@
-"""A loader process of a running job is killed: the job goes on, and every sample is still trained on once."""
+"""A loader process of a running job is killed: the job continues and still uses every sample once."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from command import Jobs, descendants
 
 
 def loaders(pid: int) -> list[int]:
-    """Processes below this one that multiprocessing has spawned to work (it also spawns one that tracks resources)."""
-    found = []
+    """Return the descendants that multiprocessing has spawned as workers, without its resource tracker."""
+    workers = []
     for child in descendants(pid):
         try:
             command = Path(f"/proc/{child}/cmdline").read_bytes()
         except OSError:
             continue
         if b"spawn_main" in command:
-            found.append(child)
-    return found
+            workers.append(child)
+    return workers
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(300)
-def test_a_job_survives_the_death_of_its_loader(jobs: Jobs) -> None:
+def test_a_job_survives_a_killed_loader_process(jobs: Jobs) -> None:
     job = jobs.train("loader_kind=process", "learners=1", "strategy=single", "epochs=1", pause_s=0.02, hold_at=5)
     job.until(lambda: jobs.held(), "gradient 5", timeout_s=100)
     (child,) = loaders(job.process.pid)

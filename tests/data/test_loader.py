@@ -1,4 +1,4 @@
-"""Loaders: in order, never further ahead than they may, and whatever happens to them is seen."""
+"""Prefetching loaders: order, depth, waiting times, errors, and killed processes."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from roundelay.data.loader import PrefetchLoader
 from roundelay.data.process import ProcessBatches
 from roundelay.errors import DataError, RoundelayError
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Place:
+class Lease:
     epoch: int
     start: int
     stop: int
 
 
-def counted(upto: int, taken: list[int]) -> Iterator[int]:
-    for n in range(upto):
-        taken.append(n)
+def counted(count: int, leased: list[int]) -> Iterator[int]:
+    for n in range(count):
+        leased.append(n)
         yield n
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_pieces_come_in_the_order_of_their_claims(workers: int) -> None:
+def test_items_come_in_the_order_of_their_leases(workers: int) -> None:
     def prepare(n: int) -> int:
-        time.sleep(0.002 * (n % 3))  # later ones are often ready earlier
+        time.sleep(0.002 * (n % 3))  # later items are often ready earlier
         return n * n
 
     assert list(PrefetchLoader(range(30), prepare, workers=workers)) == [(n, n * n) for n in range(30)]
 
 
-def test_nothing_is_claimed_or_held_beyond_the_depth() -> None:
-    taken: list[int] = []
+def test_nothing_is_leased_or_held_beyond_the_depth() -> None:
+    leased: list[int] = []
     alive = most_alive = 0
     lock = threading.Lock()
 
@@ -61,16 +61,16 @@ def test_nothing_is_claimed_or_held_beyond_the_depth() -> None:
             with lock:
                 alive -= 1
 
-    loader = PrefetchLoader(counted(60, taken), lambda n: Held(), workers=2, most=4)
-    for given, _ in loader:
+    loader = PrefetchLoader(counted(60, leased), lambda n: Held(), workers=2, max_depth=4)
+    for n, _ in loader:
         assert loader.depth <= 4
-        assert len(taken) <= given + 1 + 4
-    assert len(taken) == 60
-    assert most_alive <= 4 + 2  # those ahead, the learner's, and the one it has just let go
+        assert len(leased) <= n + 1 + 4
+    assert len(leased) == 60
+    assert most_alive <= 4 + 2  # prefetched items, the current one, and the previous one
 
 
-def test_the_depth_grows_while_the_learner_waits_and_falls_when_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaders, "CALM", 5)
+def test_the_depth_grows_while_the_learner_waits_and_then_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "SHRINK_AFTER", 5)
     slow = threading.Event()
     slow.set()
 
@@ -79,22 +79,24 @@ def test_the_depth_grows_while_the_learner_waits_and_falls_when_it_does_not(monk
             time.sleep(0.01)
         return n
 
-    loader = PrefetchLoader(range(10_000), prepare, workers=1, most=5)
-    pieces = iter(loader)
-    deadline = time.monotonic() + PATIENCE_S
+    loader = PrefetchLoader(range(10_000), prepare, workers=1, max_depth=5)
+    items = iter(loader)
+    deadline = time.monotonic() + TIMEOUT_S
     while loader.depth < 5 and time.monotonic() < deadline:
-        next(pieces)
+        next(items)
     assert loader.depth == 5
     assert loader.waited_s > 0
     slow.clear()
     while loader.depth > 2 and time.monotonic() < deadline:
-        next(pieces)
+        next(items)
         time.sleep(0.02)  # the gradient
     assert loader.depth == 2
-    pieces.close()  # type: ignore[attr-defined]
+    items.close()  # type: ignore[attr-defined]
 
 
-def test_waiting_for_a_claim_is_not_waiting_for_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_waiting_for_leased_items_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Item 2 is prepared only after the learner has begun to wait for it: one second of waiting, exactly."""
+
     class Clock:
         now = 0.0
 
@@ -103,73 +105,88 @@ def test_waiting_for_a_claim_is_not_waiting_for_a_loader(monkeypatch: pytest.Mon
 
     clock = Clock()
     monkeypatch.setattr(loaders, "time", clock)
+    prepared = {n: threading.Event() for n in range(4)}
+    waiting = threading.Event()
 
-    def claims() -> Iterator[int]:
+    def leases() -> Iterator[int]:
         for n in range(4):
             clock.now += 10.0
             yield n
 
     def prepare(n: int) -> int:
-        clock.now += 1.0 if n == 2 else 0.0
+        if n == 2:
+            assert waiting.wait(TIMEOUT_S)
+            clock.now += 1.0
+        prepared[n].set()
         return n
 
-    loader = PrefetchLoader(claims(), prepare, least=1, most=1)
-    waits = [loader.last_s for _ in loader]
-    assert waits in ([0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0])  # piece 2 may be ready before it is asked for
+    class Learner(PrefetchLoader[int]):
+        def _check_alive(self) -> None:  # called when the loader starts to wait for an item
+            super()._check_alive()
+            if self._items and self._items[0].lease == 2:
+                waiting.set()
+
+    loader = Learner(leases(), prepare, min_depth=1, max_depth=1)
+    waits = []
+    for n, _ in loader:
+        waits.append(loader.last_s)
+        if n + 1 < 4 and n + 1 != 2:
+            assert prepared[n + 1].wait(TIMEOUT_S)
+    assert waits == [0.0, 0.0, 1.0, 0.0]
     assert sum(waits) == loader.waited_s
 
 
-def test_an_error_comes_out_where_its_piece_would_have() -> None:
+def test_an_error_is_raised_in_place_of_its_item() -> None:
     def prepare(n: int) -> int:
         if n == 3:
-            raise DataError("this one is broken", where="piece 3")
+            raise DataError("item 3 is damaged", where="item 3")
         return n
 
     seen: list[int] = []
-    with pytest.raises(DataError, match="this one is broken"):
-        seen.extend(claim for claim, _ in PrefetchLoader(range(10), prepare, workers=2))
+    with pytest.raises(DataError, match="item 3 is damaged"):
+        seen.extend(lease for lease, _ in PrefetchLoader(range(10), prepare, workers=2))
     assert seen == [0, 1, 2]
 
 
-def test_an_error_of_the_claims_is_raised_after_what_was_claimed() -> None:
-    def claims() -> Iterator[int]:
+def test_an_error_of_the_leases_is_raised_after_the_last_lease() -> None:
+    def leases() -> Iterator[int]:
         yield from range(3)
         raise DataError("no more", where="sharding")
 
     seen: list[int] = []
     with pytest.raises(DataError, match="no more"):
-        seen.extend(claim for claim, _ in PrefetchLoader(claims(), lambda n: n))
+        seen.extend(lease for lease, _ in PrefetchLoader(leases(), lambda n: n))
     assert seen == [0, 1, 2]
 
 
-def test_bad_moments_of_a_file_system_are_survived_and_bad_days_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaders, "PAUSE_S", 0.001)
+def test_file_system_errors_are_retried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "RETRY_S", 0.001)
     failures = {2: 2, 5: 1}
 
     def prepare(n: int) -> int:
         if failures.get(n, 0):
             failures[n] -= 1
-            raise OSError(5, "Input/output error", "/far/away")
+            raise OSError(5, "Input/output error", "/mnt/data")
         return n
 
     assert [c for c, _ in PrefetchLoader(range(8), prepare)] == list(range(8))
     failures[4] = 99
-    with pytest.raises(DataError, match="could not be read, 3 times in a row: Input/output error"):
+    with pytest.raises(DataError, match="reading training data failed 3 times: Input/output error"):
         list(PrefetchLoader(range(8), prepare))
 
 
-def test_a_loader_thread_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaders, "LOOK_S", 0.02)
+def test_exited_loader_threads_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "CHECK_S", 0.02)
     monkeypatch.setattr(PrefetchLoader, "_work", lambda self: None)
-    with pytest.raises(RoundelayError, match="ended without a word"):
+    with pytest.raises(RoundelayError, match="exited unexpectedly"):
         list(PrefetchLoader(range(3), lambda n: n))
 
 
-def test_a_learner_that_leaves_early_leaves_no_thread_behind() -> None:
+def test_a_loop_that_ends_early_leaves_no_threads() -> None:
     before = set(threading.enumerate())
     for _ in PrefetchLoader(range(1000), lambda n: n, workers=3):
         break
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert set(threading.enumerate()) <= before
@@ -180,7 +197,7 @@ def test_a_learner_that_leaves_early_leaves_no_thread_behind() -> None:
 
 @dataclass
 class Squares:
-    """Batches that say who made them."""
+    """Batches that carry the id of the process that made them."""
 
     poison: int = -1
 
@@ -188,36 +205,36 @@ class Squares:
         if start == self.poison:
             os.kill(os.getpid(), signal.SIGKILL)
         if start == 90:
-            raise DataError("nothing there", where="place 90", hint="look elsewhere")
-        places = torch.arange(start, stop)
-        return {"places": places, "squares": (places * places, epoch), "process": os.getpid()}
+            raise DataError("sample 90 is missing", where="sample 90", hint="choose another")
+        numbers = torch.arange(start, stop)
+        return {"numbers": numbers, "squares": (numbers * numbers, epoch), "process": os.getpid()}
 
 
-def test_killed_loader_processes_are_replaced_and_nothing_is_lost() -> None:
+def test_killed_loader_processes_are_replaced() -> None:
     prepare = ProcessBatches(Squares())
-    claims = [Place(1, n, n + 2) for n in range(0, 24, 2)] + [Place(1, 24, 24), Place(1, 90, 92)]
+    leases = [Lease(1, n, n + 2) for n in range(0, 24, 2)] + [Lease(1, 24, 24), Lease(1, 90, 92)]
     seen: list[int] = []
 
-    def watched() -> None:
-        for claim, batch in PrefetchLoader(claims, prepare, workers=1):
-            if claim.start == claim.stop:
+    def iterate() -> None:
+        for lease, batch in PrefetchLoader(leases, prepare, workers=1):
+            if lease.start == lease.stop:
                 assert batch is None
                 continue
-            seen.extend(batch["places"].tolist())
-            assert batch["squares"][0].tolist() == [n * n for n in batch["places"].tolist()]
+            seen.extend(batch["numbers"].tolist())
+            assert batch["squares"][0].tolist() == [n * n for n in batch["numbers"].tolist()]
             assert batch["process"] != os.getpid()
-            if claim.start == 4:
+            if lease.start == 4:
                 (child,) = prepare.ids
                 os.kill(child, signal.SIGKILL)
 
-    with pytest.raises(DataError, match=r"nothing there[\s\S]*place 90[\s\S]*look elsewhere"):
-        watched()
+    with pytest.raises(DataError, match=r"sample 90 is missing[\s\S]*sample 90[\s\S]*choose another"):
+        iterate()
     assert prepare.deaths == 1
     assert seen == list(range(24))
     assert prepare.ids == []
 
 
 def test_data_that_kills_every_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "LIVES", 2)
-    with pytest.raises(DataError, match=r"2 loader processes died over the same piece[\s\S]*places 4 to 6"):
-        list(PrefetchLoader([Place(0, 4, 6)], ProcessBatches(Squares(poison=4))))
+    monkeypatch.setattr(process, "MAX_DEATHS", 2)
+    with pytest.raises(DataError, match=r"2 loader processes died while preparing the same batch[\s\S]*samples 4 to 6"):
+        list(PrefetchLoader([Lease(0, 4, 6)], ProcessBatches(Squares(poison=4))))

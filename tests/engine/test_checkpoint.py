@@ -1,4 +1,4 @@
-"""Stopping and going on: by signal, by accident, with other learners, from broken files."""
+"""Stop and resume: by signal, after a crash, with other numbers of learners, from damaged files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.slow]
 
 
 def interrupt(jobs: Jobs, job: Job, number: int, learners: int) -> Finished:
-    """Sends the signal while every learner is inside a gradient, and lets them go on."""
+    """Send a signal while every learner is inside a gradient, then let them continue."""
     job.until(lambda: jobs.held() == set(range(learners)), "gradient of every rank")
     job.signal(number)
-    job.until(lambda: "stopping after this step" in job.err, "sign of having heard")
+    job.until(lambda: "stopping after this step" in job.err, "log line about the stop")
     jobs.release()
     return job.end(60).expect(130)
 
@@ -37,12 +37,12 @@ def interrupt(jobs: Jobs, job: Job, number: int, learners: int) -> Finished:
         (["strategy=single"], signal.SIGTERM, 1),
     ],
 )
-def test_an_interrupted_run_goes_on_to_the_same_bits(settings: list[str], number: int, learners: int, jobs: Jobs) -> None:
+def test_an_interrupted_run_resumes_to_the_same_bits(settings: list[str], number: int, learners: int, jobs: Jobs) -> None:
     settings = [*settings, "deterministic_reduce=true", "epochs=2"]
     jobs.train(*settings, run="straight", dropout=0.2).end(60).expect(0)
     held = jobs.train(*settings, dropout=0.2, hold_at=7, pause_s=0.01)
     ended = interrupt(jobs, held, number, learners)
-    assert "a checkpoint is written" in ended.err
+    assert "a checkpoint" in ended.err
     assert len(jobs.checkpoints()) == 1
     assert not (jobs.folder / "run" / "model.safetensors").exists()
     jobs.train(*settings, "resume=auto", dropout=0.2).end(60).expect(0)
@@ -54,7 +54,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(settings: list[str], number
 @pytest.mark.parametrize(
     "strategy", [["strategy=adpsgd"], ["strategy=kstep", "strategy_options.K=12", "strategy_options.sharding=dynamic"]]
 )
-def test_interrupted_racers_go_on_and_deal_every_sample_once(strategy: list[str], jobs: Jobs) -> None:
+def test_an_interrupted_dynamic_run_uses_every_sample_once(strategy: list[str], jobs: Jobs) -> None:
     settings = [*strategy, "learners=2", "epochs=2"]
     held = jobs.train(*settings, hold_at=7, pause_s=0.02)
     ended = interrupt(jobs, held, signal.SIGTERM, 2)
@@ -63,13 +63,13 @@ def test_interrupted_racers_go_on_and_deal_every_sample_once(strategy: list[str]
     assert jobs.counts() == dict.fromkeys(range(120), 2)
 
 
-# ------------------------------------------------------------------------------------------------ another crew
+# -------------------------------------------------------------------------------------- other numbers of learners
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("strategy", ["sync", "adpsgd"])
-def test_a_run_goes_on_with_another_number_of_learners(strategy: str, jobs: Jobs) -> None:
+def test_a_run_resumes_with_another_number_of_learners(strategy: str, jobs: Jobs) -> None:
     losses = []
     for epochs, learners in ((1, 2), (2, 3), (3, 2)):
         settings = [f"strategy={strategy}", f"learners={learners}", f"epochs={epochs}", "resume=auto", "--json"]
@@ -78,12 +78,12 @@ def test_a_run_goes_on_with_another_number_of_learners(strategy: str, jobs: Jobs
     assert losses[2] < losses[1] < losses[0]
 
 
-# ------------------------------------------------------------------------------------------------------- accidents
+# -------------------------------------------------------------------------------------------------------- failures
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(240)
-def test_a_run_killed_in_the_middle_of_saving_goes_on_from_the_checkpoint_before(jobs: Jobs) -> None:
+def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before(jobs: Jobs) -> None:
     settings = ["strategy=sync", "learners=2", "epochs=3", "checkpoint_every_epochs=1", "deterministic_reduce=true"]
     jobs.train(*settings, run="straight").end(60).expect(0)
     job = jobs.train(*settings, hold_save=240)
@@ -101,7 +101,7 @@ def test_a_run_killed_in_the_middle_of_saving_goes_on_from_the_checkpoint_before
 
 @pytest.fixture
 def finished(jobs: Jobs) -> Jobs:
-    """A run of two epochs, one learner, a checkpoint per epoch."""
+    """Train two epochs with one learner and a checkpoint per epoch."""
     settings = ["strategy=single", "epochs=2", "checkpoint_every_epochs=1", f"run={jobs.folder / 'run'}"]
     assert main.main(["train", jobs.task(trace=""), *settings]) == 0
     assert jobs.checkpoints() == ["samples-000000000120", "samples-000000000240"]
@@ -135,7 +135,7 @@ def forge(path: Path) -> None:
         (forge, "meta.json"),
     ],
 )
-def test_a_broken_checkpoint_is_an_error_when_named_and_passed_over_when_not(
+def test_a_damaged_checkpoint_raises_if_named_and_is_skipped_by_auto(
     damage, file: str, finished: Jobs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished.folder / "run"
@@ -150,7 +150,7 @@ def test_a_broken_checkpoint_is_an_error_when_named_and_passed_over_when_not(
 
     assert main.main([*common, f"run={run}", "resume=auto"]) == 0
     err = capsys.readouterr().err
-    assert "passing over a broken checkpoint" in err
+    assert "skipping a damaged checkpoint" in err
     assert "resuming from samples-000000000120" in err
     assert finished.checkpoints()[-1] == "samples-000000000360"
 
@@ -161,18 +161,18 @@ def test_a_checkpoint_of_another_model_is_refused(finished: Jobs, capsys: pytest
     file = finished.folder / "lesson.toml"
     file.write_text('task = "roundelay.testing.check_jobs:ToyTask"\nprogress = "none"\n')
     assert main.main(["train", str(file), "strategy=single", f"run={finished.folder / 'other'}", "resume=auto"]) == 3
-    assert "the checkpoint has" in capsys.readouterr().err
+    assert "as many parameters as the model" in capsys.readouterr().err
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("strategy", ["sync", "adpsgd"])
-def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_good_checkpoint(strategy: str, jobs: Jobs) -> None:
+def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(strategy: str, jobs: Jobs) -> None:
     settings = [f"strategy={strategy}", "learners=2"]
     jobs.train(*settings, "epochs=1").end(60).expect(0)
-    ended = jobs.train(*settings, "epochs=3", "resume=auto", nan_place=77).end(60).expect(3)
-    assert "the loss is nan" in ended.err
-    guilty = next(rank for rank, batches in jobs.batches().items() if 77 in batches[-1])
-    assert f"where: rank {guilty}, step " in ended.err
+    ended = jobs.train(*settings, "epochs=3", "resume=auto", nan_sample=77).end(60).expect(3)
+    assert "the loss must be finite (got nan)" in ended.err
+    nan_rank = next(rank for rank, batches in jobs.batches().items() if 77 in batches[-1])
+    assert f"where: rank {nan_rank}, step " in ended.err
     assert jobs.checkpoints() == ["samples-000000000120"]
     jobs.train(*settings, "epochs=2", "resume=auto").end(60).expect(0)

@@ -1,4 +1,4 @@
-"""Who is taken for dead: a silent learner, but not one that looks silent because the watcher itself was asleep."""
+"""Heartbeats: a rank without heartbeats is reported, unless the monitor itself was suspended."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from roundelay.metrics.events import EventLog
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[HeartbeatMonitor, list[float], dict[int, str]]:
-    """Rank 0 of two, its clock, and whom it has reported."""
+def monitored(monkeypatch: pytest.MonkeyPatch) -> tuple[HeartbeatMonitor, list[float], dict[int, str]]:
+    """The monitor of rank 0 of two, its clock, and the ranks it has reported."""
     now, reported = [0.0], dict[int, str]()
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
-    membership = SimpleNamespace(report=lambda rank, why: reported.setdefault(rank, why), dead=dict)
+    membership = SimpleNamespace(report=lambda rank, reason: reported.setdefault(rank, reason), failed_ranks=dict)
     worker: Any = SimpleNamespace(phase="compute", phase_since=0.0, k=3)
     context: Any = SimpleNamespace(rank=0, size=2)
-    dog = HeartbeatMonitor(
+    monitor = HeartbeatMonitor(
         worker,
         SimpleNamespace(store=LocalStore(), membership=membership),
         context,
@@ -30,28 +30,28 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[HeartbeatMonitor, list[flo
         60.0,
         lambda: {"steps": 2},
     )
-    dog.job.store.set("beat/1", json.dumps({"phase": "comm", "step": 3, "beat": 1.0, "last": {"steps": 7}}))
-    dog.beat()
-    return dog, now, reported
+    monitor.job.store.set("heartbeat/1", json.dumps({"phase": "comm", "step": 3, "time": 1.0, "latest": {"steps": 7}}))
+    monitor.heartbeat()
+    return monitor, now, reported
 
 
-def test_a_learner_without_a_sign_of_life_is_reported(watched: tuple[HeartbeatMonitor, list[float], dict[int, str]]) -> None:
-    dog, now, reported = watched
+def test_a_rank_without_heartbeats_is_reported(monitored: tuple[HeartbeatMonitor, list[float], dict[int, str]]) -> None:
+    monitor, now, reported = monitored
     while now[0] < heartbeat.LOST_S + 1:
         assert not reported or now[0] > heartbeat.LOST_S
         now[0] += heartbeat.HEARTBEAT_S
-        dog.beat()
-    assert "comm in step 3" in reported[1]
+        monitor.heartbeat()
+    assert "phase comm of step 3" in reported[1]
 
 
-def test_who_was_asleep_reports_nobody(watched: tuple[HeartbeatMonitor, list[float], dict[int, str]]) -> None:
-    dog, now, reported = watched
+def test_a_suspended_monitor_reports_no_rank(monitored: tuple[HeartbeatMonitor, list[float], dict[int, str]]) -> None:
+    monitor, now, reported = monitored
     now[0] += 3600.0
-    dog.beat()
+    monitor.heartbeat()
     assert reported == {}
 
 
-def test_figures_come_with_signs_of_life(watched: tuple[HeartbeatMonitor, list[float], dict[int, str]]) -> None:
-    dog, _, _ = watched
-    assert dog.metrics() == [{"rank": 1, "steps": 7}]
-    assert json.loads(dog.job.store.get("beat/0"))["last"] == {"steps": 2}
+def test_heartbeats_carry_metrics(monitored: tuple[HeartbeatMonitor, list[float], dict[int, str]]) -> None:
+    monitor, _, _ = monitored
+    assert monitor.metrics() == [{"rank": 1, "steps": 7}]
+    assert json.loads(monitor.job.store.get("heartbeat/0"))["latest"] == {"steps": 2}

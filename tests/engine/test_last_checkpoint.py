@@ -1,4 +1,4 @@
-"""The last checkpoint of a race bears the position of the whole run, whoever of the learners writes it down first."""
+"""With dynamic sharding the last checkpoint has the position of the whole run, whichever rank writes first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from roundelay.testing.check_jobs import ToyTask
 
 @pytest.mark.parametrize("slow", ["0:20", "1:20"])
 def test_the_last_checkpoint_is_the_newest_by_name(tmp_path: Path, slow: str) -> None:
-    """Named by one learner's own last batch it would stand below earlier ones: resumed from too early, and retired first."""
-    config = TrainConfig(strategy="adpsgd", straggler=slow, epochs=3, batch=4, lr=0.05, run=str(tmp_path), progress="none", keep_checkpoints=9)
+    """Named by one rank's last batch it would sort before earlier ones: resumed from too early, and pruned first."""
+    config = TrainConfig(
+        strategy="adpsgd", straggler=slow, epochs=3, batch=4, lr=0.05, run=str(tmp_path), progress="none", keep_checkpoints=9
+    )
     run_threads(lambda context: train(ToyTask(samples=24), context, config), size=2)
     names = sorted(path.name for path in (tmp_path / "ckpt").glob("samples-*"))
     assert names[-1] == "samples-000000000072"

@@ -1,4 +1,4 @@
-"""What launchers say in their own words becomes what torchrun says; a shell inside an allocation is not a launcher."""
+"""Variables of mpirun and srun become those of torchrun; a shell inside an allocation is not a launcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP = {
     "SLURM_STEP_NODELIST": "node[07-09]",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
 }
-"""What srun sets for the fourth of five tasks on three nodes."""
+"""Variables that srun sets for the fourth of five tasks on three nodes."""
 BATCH = {
     "SLURM_JOB_ID": "77",
     "SLURM_PROCID": "0",
@@ -36,7 +36,7 @@ BATCH = {
     "SLURM_JOB_NODELIST": "node[07-09]",
     "SLURM_TASKS_PER_NODE": "4",
 }
-"""What stands in the shell of a batch script that has asked for four tasks and started none."""
+"""Variables in the shell of a batch script that has requested four tasks and started none."""
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -46,37 +46,42 @@ OPENMPI = {
 }
 
 
-def test_torchrun_wins() -> None:
+def test_variables_of_torchrun_have_priority() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5", **OPENMPI, **STEP}
-    told = read_launcher_env(env)
-    assert told == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    variables = read_launcher_env(env)
+    assert variables == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
 
 
 def test_open_mpi_on_one_machine() -> None:
-    told = read_launcher_env(OPENMPI)
-    assert told["RANK"] == told["LOCAL_RANK"] == "2"
-    assert told["WORLD_SIZE"] == told["LOCAL_WORLD_SIZE"] == "4"
-    assert told["MASTER_ADDR"] == "127.0.0.1"
-    assert told["MASTER_PORT"] == read_launcher_env({**OPENMPI, "OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
-    assert told["MASTER_PORT"] != read_launcher_env({**OPENMPI, "PMIX_NAMESPACE": "prterun-here-2@1"})["MASTER_PORT"]
+    variables = read_launcher_env(OPENMPI)
+    assert variables["RANK"] == variables["LOCAL_RANK"] == "2"
+    assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == "4"
+    assert variables["MASTER_ADDR"] == "127.0.0.1"
+    assert variables["MASTER_PORT"] == read_launcher_env({**OPENMPI, "OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
+    assert variables["MASTER_PORT"] != read_launcher_env({**OPENMPI, "PMIX_NAMESPACE": "prterun-here-2@1"})["MASTER_PORT"]
 
 
-def test_open_mpi_on_several_machines_leaves_the_address_to_mpi_or_to_the_user() -> None:
+def test_open_mpi_on_several_machines_has_no_address_unless_set() -> None:
     several = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     assert "MASTER_ADDR" not in read_launcher_env(several)
-    told = read_launcher_env({**several, "MASTER_ADDR": "first", "MASTER_PORT": "29500"})
-    assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("first", "29500")
+    variables = read_launcher_env({**several, "MASTER_ADDR": "first", "MASTER_PORT": "29500"})
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("first", "29500")
 
 
 @pytest.mark.parametrize("local", [("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")])
-def test_mpich_and_its_kin(local: tuple[str, str]) -> None:
-    told = read_launcher_env({"PMI_RANK": "1", "PMI_SIZE": "2", local[0]: "1", local[1]: "2"})
-    assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"], told["MASTER_ADDR"]) == ("1", "2", "1", "127.0.0.1")
+def test_mpich_and_intel_mpi(local: tuple[str, str]) -> None:
+    variables = read_launcher_env({"PMI_RANK": "1", "PMI_SIZE": "2", local[0]: "1", local[1]: "2"})
+    assert (variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"], variables["MASTER_ADDR"]) == (
+        "1",
+        "2",
+        "1",
+        "127.0.0.1",
+    )
 
 
 def test_a_slurm_step() -> None:
-    told = read_launcher_env(STEP)
-    assert told == {
+    variables = read_launcher_env(STEP)
+    assert variables == {
         "RANK": "3",
         "WORLD_SIZE": "5",
         "LOCAL_RANK": "1",
@@ -85,21 +90,21 @@ def test_a_slurm_step() -> None:
         "MASTER_ADDR": "node07",
         "MASTER_PORT": str(port_of("77.0")),
     }
-    assert read_launcher_env({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})["MASTER_PORT"] == told["MASTER_PORT"]
+    assert read_launcher_env({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})["MASTER_PORT"] == variables["MASTER_PORT"]
     assert read_launcher_env({**STEP, "SLURM_STEP_NODELIST": "node07"})["MASTER_ADDR"] == "127.0.0.1"
     assert read_launcher_env({**STEP, "MASTER_ADDR": "ib-node07"})["MASTER_ADDR"] == "ib-node07"
 
 
-def test_a_step_takes_its_own_number_of_tasks_not_the_allocations() -> None:
+def test_a_step_has_its_own_number_of_tasks() -> None:
     assert read_launcher_env({**STEP, "SLURM_NTASKS": "64"})["WORLD_SIZE"] == "5"
 
 
-def test_srun_with_pmi2_has_its_local_ranks_from_slurm() -> None:
+def test_srun_with_pmi2_uses_the_local_ranks_of_slurm() -> None:
     assert read_launcher_env({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}) == read_launcher_env(STEP)
 
 
-def test_mpirun_inside_an_allocation_is_mpiruns_affair() -> None:
-    daemons = {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3"}  # the step is that of mpirun's own helpers
+def test_mpirun_inside_an_allocation_has_priority_over_slurm() -> None:
+    daemons = {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3"}  # the step runs the daemons of mpirun
     assert read_launcher_env({**daemons, **OPENMPI})["RANK"] == "2"
     hydra = {**daemons, "PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
     assert (read_launcher_env(hydra)["RANK"], read_launcher_env(hydra)["WORLD_SIZE"]) == ("2", "4")
@@ -117,7 +122,7 @@ def test_mpirun_inside_an_allocation_is_mpiruns_affair() -> None:
     ],
     ids=["nothing", "sbatch", "salloc", "interactive", "batch step", "pty"],
 )
-def test_a_shell_inside_an_allocation_waits_for_nobody(env: dict[str, str]) -> None:
+def test_a_shell_inside_an_allocation_is_not_a_rank(env: dict[str, str]) -> None:
     assert read_launcher_env(env) == {}
     assert not under_launcher(env)
 
@@ -134,20 +139,20 @@ def test_a_shell_inside_an_allocation_waits_for_nobody(env: dict[str, str]) -> N
         ("r[1-2]n[08,10]", ["r1n08", "r1n10", "r2n08", "r2n10"]),
     ],
 )
-def test_lists_of_hosts_are_written_out(written: str, names: list[str]) -> None:
+def test_host_lists_are_expanded(written: str, names: list[str]) -> None:
     assert host_names(written) == names
 
 
-def test_a_list_of_hosts_that_cannot_be_read_is_named() -> None:
+def test_an_invalid_host_list_is_named() -> None:
     with pytest.raises(UsageError, match=r"n\[a-b\]"):
         host_names("n[a-b]")
 
 
-def test_counts_of_tasks_are_written_out() -> None:
+def test_task_counts_are_expanded() -> None:
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     assert tasks_per_node("4") == [4]
     assert tasks_per_node("") == tasks_per_node("many") == []
 
 
-def test_ports_stay_below_those_the_system_deals_out() -> None:
+def test_ports_stay_below_the_ephemeral_range() -> None:
     assert all(FIRST_PORT <= port_of(f"job {n}") < FIRST_PORT + PORTS <= 32768 for n in range(100))

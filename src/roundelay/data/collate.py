@@ -23,7 +23,7 @@ PERTURB_SEED = 0x5EED
 class Perturbation:
     """Random changes of examples, a pure function of (seed, epoch, example).
 
-    speed   largest relative change of tempo: 0.1 plays examples at 0.9 to 1.1 times their speed. Frames are interpolated, so the
+    speed   largest relative tempo change: 0.1 plays examples at 0.9 to 1.1 times their speed. Frames are interpolated, so the
             pitch stays; speed perturbation of recordings is a setting of the recipe.
     noise   standard deviation of Gaussian noise on the static features, in units of their standard deviation
     """

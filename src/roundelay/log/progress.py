@@ -165,26 +165,28 @@ class Progress:
         return f"{status}, {note}" if note else status
 
     def _refresh(self, note: str) -> None:
+        values: dict[str, Any] = {"completed": self._rate.done, "total": self._rate.total, "status": self._status(note)}
         if self._display is None:
-            self._start()
-        self._display.update(
-            self._task, completed=self._rate.done, total=self._rate.total, status=self._status(note), refresh=True
-        )
+            self._display = self._make_display()
+            self._task = self._display.add_task(self.description, **values)
+            self._display.start()
+        self._display.update(self._task, **values, refresh=True)
 
-    def _start(self) -> None:
+    def _make_display(self) -> Any:
+        """Create the rich progress display. Only the status may be cut off on a narrow terminal."""
         from rich import progress
         from rich.table import Column
 
         console = make_console(self._stream)
-        columns: list[Any] = [progress.TextColumn("{task.description}", style="bold", markup=False)]
+        width = min(len(self.description), max(console.width - 10, 1))
+        name, percentage = Column(no_wrap=True, min_width=width), Column(no_wrap=True, min_width=5)
+        columns: list[Any] = [progress.TextColumn("{task.description}", style="bold", markup=False, table_column=name)]
         if console.width >= NARROW:
             columns.append(progress.BarColumn(bar_width=20))
-        columns.append(progress.TextColumn("{task.percentage:3.0f} %", style="cyan", markup=False))
+        columns.append(progress.TextColumn("{task.percentage:3.0f} %", style="cyan", markup=False, table_column=percentage))
         status = Column(no_wrap=True, overflow="ellipsis")
         columns.append(progress.TextColumn("{task.fields[status]}", markup=False, table_column=status))
-        self._display = progress.Progress(*columns, console=console, auto_refresh=False, transient=True)
-        self._task = self._display.add_task(self.description, total=None, status="")
-        self._display.start()
+        return progress.Progress(*columns, console=console, auto_refresh=False, transient=True)
 
     def close(self) -> None:
         """Remove the bar."""
