@@ -30,7 +30,7 @@ MAY_IMPORT_OF_OURS = {
     "roundelay.topology": ("roundelay.core", *BASE),
     "roundelay.speech": BASE,
     "roundelay.data": BASE,
-    "roundelay.report": ("roundelay.metrics.events", *BASE),
+    "roundelay.report": ("roundelay.metrics.events", "roundelay.metrics.run_files", *BASE),
 }
 
 

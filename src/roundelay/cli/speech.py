@@ -160,14 +160,14 @@ def demo(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     from roundelay.recipes import config as recipe_config
     from roundelay.recipes import pipeline
-    from roundelay.recipes.stages import PipelineContext
+    from roundelay.recipes.pipeline_context import PipelineContext
 
     own, of_recipe = recipe_config.set_apart(args.overrides, ("run", "progress"))
     recipe = recipe_config.load(args.recipe, of_recipe)
     where = Path(own["run"]) if "run" in own else pipeline.default_run(recipe)
     where.mkdir(parents=True, exist_ok=True)
-    (where / "command.json").write_text(json.dumps({"command": ["roundelay", *sys.argv[1:]], "folder": os.getcwd()}))
-    work = PipelineContext(recipe, where, args.jobs, say, own.get("progress", "auto"))
+    work = PipelineContext(recipe, where, args.jobs, own.get("progress", "auto"))
+    work.layout.command.write_text(json.dumps({"command": ["roundelay", *sys.argv[1:]], "folder": os.getcwd()}))
     with interrupts.as_interrupted(str(where), "run the recipe again to go on"):
         result = pipeline.run_recipe(work, args.until)
     if result:
@@ -239,7 +239,7 @@ def pack(args: argparse.Namespace) -> int:
         wanted = packing.packing_of(Path(), told)
     else:
         raise UsageError("pack needs RUN and OUT, or features=…, alignments=… and OUT", where="command line", hint="see --help")
-    archive = packing.pack(wanted, Path(folders[-1]), jobs=args.jobs, say=say)
+    archive = packing.pack(wanted, Path(folders[-1]), jobs=args.jobs)
     if args.verify:
         archive.verify()
         say("every block has its checksum")

@@ -82,7 +82,7 @@ def mixing(strategy: Strategy, context: DistributedContext, nodes: list[int]) ->
         about["rounds_to_1_percent"] = topology.rounds_to_agreement(name, size)
     if not inner.traits.shares_weights:
         matrix = topology.neighbour_matrix(name, size)
-        about |= {"kind": "neighbours", "weights": sparse(matrix)}
+        about |= {"kind": "neighbors", "weights": sparse(matrix)}
         return about | {"gap": topology.spectrum(matrix).gap} if few else about
     about |= {"kind": "exchanges", "period": entry.sweep(size)}
     if few:

@@ -100,7 +100,7 @@ class NetworkConfig:
                 hint="set spec_augment_freq, spec_augment_time and warp to 0, or adapted = false",
             )
 
-    def of_the_task(self) -> dict[str, Any]:
+    def task_kwargs(self) -> dict[str, Any]:
         """What the task is told: all that is not left to the model, and how to feed it only where it is packed."""
         told = {k: v for k, v in asdict(self).items() if v is not None and k not in ("adapted", "packed", "speed", "noise")}
         return {**told, "speed": self.speed, "noise": self.noise} if self.packed else told
@@ -183,22 +183,22 @@ class Recipe:
         if "sat" in self.systems and "tri" not in self.systems[: self.systems.index("sat")]:
             raise UsageError("sat adapts to what tri has recognised", where="systems", hint='put "tri" before "sat"')
         named = self.network.init_from
-        if named and self.starts_after is None and not Path(named).is_dir():
+        if named and self.pretraining_recipe is None and not Path(named).is_dir():
             raise UsageError(
                 f"there is no recipe, run or model '{named}' to start from",
                 where="network.init_from",
                 hint="name a recipe as seen from this one's folder; or as seen from here the run of a recipe, or a folder with "
                 "model.json and model.safetensors",
             )
-        if self.starts_after is not None and "init_from" in read_tree(self.starts_after / FILE).get("network", {}):
+        if self.pretraining_recipe is not None and "init_from" in read_tree(self.pretraining_recipe / FILE).get("network", {}):
             raise UsageError(
-                f"the network of '{self.starts_after.name}' begins from another one itself",
+                f"the network of '{self.pretraining_recipe.name}' begins from another one itself",
                 where="network.init_from",
                 hint="name a recipe whose network begins from nothing",
             )
 
     @property
-    def starts_after(self) -> Path | None:
+    def pretraining_recipe(self) -> Path | None:
         """The recipe whose network this one's begins from."""
         named = self.network.init_from
         beside = (self.folder / named).resolve()

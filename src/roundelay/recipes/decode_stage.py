@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def score_systems(context: PipelineContext) -> dict[str, Any]:
         for system in systems:
             scored = score(refs, hyps[system], speakers)
             rows.append({"name": system, "set": name, **scored.as_json(), "line": scored.line()})
-        for worse, better in zip(systems, systems[1:], strict=False):
+        for worse, better in pairwise(systems):
             pair = paired(refs, hyps[worse], hyps[better], speakers)
             comparisons.append({"set": name, "from": worse, "to": better, **rounded(asdict(pair))})
     result = {"systems": rows, "paired": comparisons, "language_model": json.loads(layout.lm_info.read_text())}

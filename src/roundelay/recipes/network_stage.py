@@ -113,7 +113,7 @@ def training_config(
         "valid_features": specs["dev"],
         "valid_alignments": str(alignments.resolve() / "dev"),
         "seed": seed,
-        **network.of_the_task(),
+        **network.task_kwargs(),
     }
     initial = pretrained_model(context)
     if initial is not None:
@@ -171,7 +171,7 @@ def weights_hash(model: Path) -> str:
 
 def pretraining_run(context: PipelineContext) -> PipelineContext | None:
     """Return the context of the recipe whose network initializes this one. Its run is a sibling of this run."""
-    folder = context.recipe.starts_after
+    folder = context.recipe.pretraining_recipe
     if folder is None:
         return None
     run = context.run.resolve().parent / folder.name

@@ -1,7 +1,7 @@
 """`roundelay pack`: pack the training examples of a run into an archive that learners read.
 
-Examples are the windows of `roundelay.speech.features.windows`, or whole utterances, with their context frames. The seed shuffles
-all of them at once. Blocks are independent: worker processes encode them, one process writes them in order.
+Examples are the windows of `roundelay.speech.features.windows`, or whole utterances, with their context frames. The seed
+shuffles all of them at once. Blocks are independent: worker processes encode them, one process writes them in order.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Packing:
     def __post_init__(self) -> None:
         if self.examples not in KINDS:
             raise UsageError(
-                f"examples must be chunks or utterances (got '{self.examples}')", where="pack", hint=did_you_mean(str(self.examples), KINDS)
+                f"examples must be chunks or utterances (got '{self.examples}')",
+                where="pack",
+                hint=did_you_mean(str(self.examples), KINDS),
             )
         if self.window < 1 or self.context < 0 or self.block < 0 or self.repeat < 1:
             raise UsageError(

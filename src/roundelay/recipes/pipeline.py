@@ -178,10 +178,10 @@ def stage_fingerprint(recipe: Recipe, stage: PipelineStage, before: str) -> str:
 
 def pretrained_fingerprint(recipe: Recipe) -> str:
     """Return a hash of the initial weights: the fingerprint of another recipe's network, or of the weights themselves."""
-    if recipe.starts_after is None:
+    if recipe.pretraining_recipe is None:
         model = network_stage.initial_model(recipe)
         return network_stage.weights_hash(model) if model is not None else ""
-    before = load(recipe.starts_after)
+    before = load(recipe.pretraining_recipe)
     rows = stage_fingerprints(before, stages_of(before))
     return next(fingerprint for stage, fingerprint in rows if stage.name == "network")
 
