@@ -199,7 +199,9 @@ def test_only_training_inputs_invalidate_the_network() -> None:
     assert changed("kaldi.dev_features=x.scp") == ["states", "network", "decode", "score"]
 
 
-def test_training_on_other_alignments_or_initial_weights_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_other_alignments_or_initial_weights_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(network_stage, "build_task", lambda resolved: None)
     monkeypatch.setattr(network_stage, "run_training", lambda task, config: None)
     weights = tmp_path / "initial" / "model.safetensors"

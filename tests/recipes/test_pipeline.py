@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from benchmarks import speech_speed
 from command import Jobs
 from paths import DATA, ROOT
 from safetensors.numpy import load_file
 
+from benchmarks import speech_speed
 from roundelay import config
 from roundelay.cli import main
 from roundelay.errors import UsageError
@@ -159,7 +159,9 @@ def test_network_is_initialized_from_another_recipe_that_runs_first(
     recipe = recipe_config.load(second)
     stamp = json.loads((runs / "second" / "stages" / "network.json").read_text())["fingerprint"]
     assert fingerprints_of(recipe)["network"] != stamp, "other initial weights give another network"
-    assert fingerprints_of(recipe)["align"] == json.loads((runs / "second" / "stages" / "align.json").read_text())["fingerprint"]
+    assert (
+        fingerprints_of(recipe)["align"] == json.loads((runs / "second" / "stages" / "align.json").read_text())["fingerprint"]
+    )
     (folder / "mini" / "recipe.toml").write_text(RECIPE.format(root=folder / "data"))
 
 
@@ -202,8 +204,8 @@ def test_speaker_adapted_systems_decode_align_and_export(done: tuple[Jobs, Path]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["network.adapted=true"], "add \"sat\" to systems"),
-        (['systems=["sat","tri"]'], "put \"tri\" before"),
+        (["network.adapted=true"], 'add "sat" to systems'),
+        (['systems=["sat","tri"]'], 'put "tri" before'),
         (["sat.prior_frames=0"], "prior_frames is 0"),
         (['systems=["tri","sat","lstm"]', "network.adapted=true", "network.vtlp=0.1"], "do not fit adapted features"),
     ],

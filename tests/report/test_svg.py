@@ -118,7 +118,9 @@ def test_staleness_is_counted_over_all_learners(tmp_path: Path) -> None:
 
 
 def test_the_time_of_a_learner_sums_to_the_elapsed_time(tmp_path: Path) -> None:
-    slow = steps(1, 2.0, 0, elapsed_s=2.0, seconds={"compute": 3.0, "comm": 1.0})  # more than the elapsed time: the kinds overlap
+    slow = steps(
+        1, 2.0, 0, elapsed_s=2.0, seconds={"compute": 3.0, "comm": 1.0}
+    )  # more than the elapsed time: the kinds overlap
     run = read_run(write_run(tmp_path / "a", [steps(0, 1.0, 0), steps(0, 2.0, 0), slow]))
     fast, other = series.strips(run, 8)
     assert fast.seconds == pytest.approx({"compute": 1.0, "comm": 0.5, "other": 0.5})
@@ -167,7 +169,16 @@ def test_page_of_64_learners_with_a_lost_one_is_below_the_size_limit(tmp_path: P
 def test_a_page_has_all_figures_and_no_external_resources(tmp_path: Path) -> None:
     text = page([read_run(write_recipe(tmp_path / "r", whole(3)))])
     figures = set(re.findall(r'data-figure="([\w-]+)"', text))
-    expected = {"summary", "wer", "train-loss", "validation-loss", "validation-accuracy", "rate-speed", "time-split", "staleness"}
+    expected = {
+        "summary",
+        "wer",
+        "train-loss",
+        "validation-loss",
+        "validation-accuracy",
+        "rate-speed",
+        "time-split",
+        "staleness",
+    }
     assert figures >= expected | {"consensus", "mixing", "details"}
     assert "http" not in text.replace("http-equiv", "")
     assert "<script" not in text

@@ -41,9 +41,7 @@ def prepare_data(context: PipelineContext) -> None:
         if not parts.get("dev"):
             parts["train"], parts["dev"] = readers.hold_out(parts["train"], recipe.dev_share, recipe.seed)
         for part, utterances in parts.items():
-            renamed = [
-                u if not several else replace(u, id=f"{name}-{u.id}", speaker=f"{name}-{u.speaker}") for u in utterances
-            ]
+            renamed = [u if not several else replace(u, id=f"{name}-{u.id}", speaker=f"{name}-{u.speaker}") for u in utterances]
             sets.setdefault(part if part in ("train", "dev") or not several else name, []).extend(renamed)
     sentences = [u.words for u in sets["train"]]  # before speed perturbation, so that each sentence counts once
     if recipe.speed_perturb:
@@ -168,7 +166,7 @@ def corpus_files(root: Path) -> Iterator[Path]:
 
 
 def manifest_hash(paths: Iterable[Path]) -> str:
-    """Return a hash of path, size and modification time of the files. A directory stands for the files directly in it."""
+    """Return a hash of path, size and modification time of the files. A directory counts as the files directly in it."""
     rows: set[tuple[str, int, int]] = set()
     for path in paths:
         status = status_of(path)

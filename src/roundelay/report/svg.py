@@ -48,7 +48,7 @@ def label(text: str, x: float, y: float, **attributes: float | str) -> str:
     return element("text", escape(text), x=x, y=y, **attributes)
 
 
-def document(content: Sequence[str], title: str, width: float = WIDTH, height: float = HEIGHT, **attributes: str) -> str:
+def document(content: Sequence[str], title: str, width: float = WIDTH, height: float = HEIGHT, /, **attributes: str) -> str:
     """Return an SVG document. Pass xmlns for a file of its own; inside HTML it is not needed."""
     names = "".join(f' {name}="{escape(value)}"' for name, value in attributes.items())
     head = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}"{names}>'
