@@ -28,14 +28,13 @@ def coordinate(x: float) -> str:
     return f"{x:.1f}".removesuffix(".0")
 
 
-def element(tag: str, content: str = "", *, title: str = "", **attributes: float | str) -> str:
+def element(tag: str, content: str = "", **attributes: float | str) -> str:
     """Return one SVG element.
 
     content      markup inside the element; escape text before
-    title        tooltip, escaped here
-    attributes   `cls` becomes class, `_` in names becomes `-`; numbers are formatted as coordinates
+    attributes   `cls` becomes class, `title` a tooltip, `_` in names `-`; numbers are formatted as coordinates
     """
-    parts = [tag]
+    parts, title = [tag], str(attributes.pop("title", ""))
     for name, value in attributes.items():
         text = escape(value) if isinstance(value, str) else coordinate(value)
         parts.append(f'{"class" if name == "cls" else name.replace("_", "-")}="{text}"')

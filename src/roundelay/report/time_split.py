@@ -38,8 +38,8 @@ def time_split(runs: Sequence[RunView]) -> str:
     keys = "".join(f'<span><i class="{k}"></i>{text}</span>' for k, text in KIND_NAMES.items() if k in shown)
     hint = (
         "Each row is one learner; time runs from left to right. The number is the share of “computing gradients”, which should "
-        "be large. Much “communicating” is the cost of collective calls, usually because one learner is slow. Much “waiting for "
-        "data” calls for more loader workers."
+        "be large. Much “communicating” is the cost of collective calls, usually because one learner is slow. Much “waiting "
+        "for data” calls for more loader workers."
     )
     return card(f'<div class="legend">{keys}</div>{"".join(parts)}', hint, "Time of each learner", "time-split")
 
@@ -61,12 +61,12 @@ def strip_row(run: RunView, strip: series.Strip, bins: int, width: float) -> str
             title = f"rank {strip.rank}: {KIND_NAMES[kind]} {number(seconds, 3)} s ({percent:.0f} %)"
             paths.append(element("path", title=title, cls=kind, d="".join(cells)))
     computing = 100 * strip.seconds.get("compute", 0.0) / max(strip.elapsed, 1e-9)
-    share = f"{computing:.0f} %"
+    summary = f"{computing:.0f} %"
     if strip.rank in run.lost:
-        share = f'<span class="warn">lost, {share}</span>'
+        summary = f'<span class="warn">lost, {summary}</span>'
     style = {"preserveAspectRatio": "none", "style": f"width:{100 * width:.2f}%"}
     chart = document(paths, f"time of rank {strip.rank}", bins, 100, **style)
-    return f'<span class="who">rank {strip.rank}</span><div>{chart}</div><span class="sum">{share}</span>'
+    return f'<span class="who">rank {strip.rank}</span><div>{chart}</div><span class="sum">{summary}</span>'
 
 
 def asynchrony(runs: Sequence[RunView]) -> str:
