@@ -33,8 +33,9 @@ from benchmarks import curves
 from roundelay import config
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.recipes import config as recipe_config
-from roundelay.recipes import stages
-from roundelay.recipes.stages import PipelineContext
+from roundelay.recipes import decode_stage, network_stage
+from roundelay.recipes.pipeline_context import PipelineContext, recreate_dir
+from roundelay.recipes.run_layout import RunLayout, aligned_run
 from roundelay.recipes.systems import save_network
 from roundelay.speech.hmm.align import Alignments
 from roundelay.speech.nnet.lstm import AcousticModel
@@ -111,7 +112,7 @@ class Bench:
             )
         recipe = recipe_config.load(args.recipe, args.overrides)
         recipe = replace(recipe, network=replace(recipe.network, packed=True))
-        self.work = PipelineContext(recipe, stages.aligned_run(args.run), args.jobs, say, progress="plain")
+        self.work = PipelineContext(recipe, aligned_run(args.run), args.jobs, progress="plain")
         self.folder = self.work.run / "averaging"
         self.folder.mkdir(exist_ok=True)
         train = recipe.train
@@ -159,9 +160,9 @@ class Bench:
         if done.exists():
             say(f"{case.name}: done before")
             return dict(json.loads(done.read_text()))
-        stages.recreate_dir(folder)
-        text = stages.task_file(self.work, self.engine(case), self.work.run / "alignments", case.seed)
-        (folder / "task.toml").write_text(text)
+        recreate_dir(folder)
+        settings = network_stage.training_config(self.work, self.engine(case), self.work.layout.alignments(), case.seed)
+        (folder / "task.toml").write_text(config.dumps(settings))
         task = config.build_task(config.load(folder / "task.toml"))
         steps = max(1, round(case.frames / (task.frames_per_sample * self.batch)))
         say(f"{case.name}: {steps} steps between averages")
@@ -253,8 +254,8 @@ class Bench:
         rates: dict[str, float] = json.loads(known.read_text()) if known.exists() else {}
         digest = hashlib.sha256(weights.read_bytes()).hexdigest()
         if digest not in rates:
-            save_network(stages.recreate_dir(folder / "lstm"), model, self.counts(), {})
-            stages.decode_system(self.work, folder, "lstm", folder / "hypotheses")
+            save_network(recreate_dir(folder / "lstm"), model, self.counts(), {})
+            decode_stage.decode_system(self.work, RunLayout(folder), "lstm", folder / "hypotheses")
             name = self.work.sets()[0]
             refs = {u.id: u.words for u in self.work.corpus(name).utterances}
             rates[digest] = round(score(refs, read_text(folder / "hypotheses" / f"{name}.txt")).wer, 3)
@@ -262,7 +263,7 @@ class Bench:
         return found | {"wer": rates[digest]}
 
     def counts(self) -> Any:
-        return Alignments.open(self.work.run / "alignments" / "train").counts()
+        return Alignments.open(self.work.layout.alignments() / "train").counts()
 
 
 def output(command: list[str], folder: Path) -> dict[str, Any]:

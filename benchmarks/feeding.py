@@ -152,19 +152,23 @@ def resident() -> int:
 
 def waiting(args: argparse.Namespace) -> dict[str, Any]:
     """The recipe's training, from an archive, with the recipe's strategy."""
+    from roundelay import config
     from roundelay.recipes import config as recipe_config
-    from roundelay.recipes import stages
+    from roundelay.recipes import network_stage
+    from roundelay.recipes.pipeline_context import PipelineContext
+    from roundelay.recipes.run_layout import aligned_run
 
-    run, recipe = stages.aligned_run(args.run), recipe_config.load(args.recipe)
+    run, recipe = aligned_run(args.run), recipe_config.load(args.recipe)
     recipe = replace(recipe, network=replace(recipe.network, packed=True))
-    work = stages.PipelineContext(recipe, run, 2, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
+    work = PipelineContext(recipe, run, 2, progress="plain")
     folder = Path(tempfile.mkdtemp(prefix="roundelay-waiting-"))
     try:
         told = {
             **recipe.train, "learners": args.learners, "epochs": args.epochs, "evaluate": False, "save_every_epochs": 1e6,
             "progress": "none",
         }  # fmt: skip
-        (folder / "task.toml").write_text(stages.task_file(work, told, work.run / "alignments", recipe.seed))
+        settings = network_stage.training_config(work, told, work.layout.alignments(), recipe.seed)
+        (folder / "task.toml").write_text(config.dumps(settings))
         command = [sys.executable, "-m", "roundelay", "train", str(folder / "task.toml"), f"run={folder / 'run'}", "--json"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if ended.returncode:

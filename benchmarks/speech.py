@@ -17,8 +17,9 @@ from typing import Any
 
 from roundelay.errors import UsageError, did_you_mean
 from roundelay.recipes import config as recipe_config
-from roundelay.recipes import stages
-from roundelay.recipes.stages import PipelineContext
+from roundelay.recipes import decode_stage, network_stage
+from roundelay.recipes.pipeline_context import PipelineContext
+from roundelay.recipes.run_layout import RunLayout, aligned_run
 from roundelay.speech.score import paired, read_text, score
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
@@ -58,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
     for name in names:
         if name not in CONTESTANTS:
             raise UsageError(f"'{name}' is not a contestant", where="--strategies", hint=did_you_mean(name, CONTESTANTS))
-    run, recipe = stages.aligned_run(args.run), recipe_config.load(args.recipe, args.overrides)
-    work = PipelineContext(recipe, run, args.jobs, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
+    run, recipe = aligned_run(args.run), recipe_config.load(args.recipe, args.overrides)
+    work = PipelineContext(recipe, run, args.jobs, progress="plain")
     found = compare(work, ["single", *(n for n in names if n != "single")], args.learners, args.seeds, args.epochs)
     print(json.dumps(found) if args.json else table(found))
     return 0
@@ -88,15 +89,16 @@ def one(work: PipelineContext, name: str, learners: int, seed: int, epochs: floa
     wanted = {**work.recipe.train, **chosen, "batch": per_learner, "evaluate": False}
     if epochs:
         wanted["epochs"] = epochs
-    folder = work.run / "strategies" / f"{name}-{learners}-{seed}-{recipe_config.mark(wanted, work.recipe.network)}"
+    folder = work.run / "strategies" / f"{name}-{learners}-{seed}-{recipe_config.settings_hash(wanted, work.recipe.network)}"
     done = folder / "hypotheses"
     if (done / "complete").exists():
-        work.say(f"{name}, seed {seed}: done before")
+        print(f"{name}, seed {seed}: done before", file=sys.stderr, flush=True)
         return done
-    work.say(f"{name}, seed {seed}: {count} learners with batches of {per_learner}")
-    stages.train_network(work, folder / "network", wanted, work.run / "alignments", seed)
-    stages.finish_network(work, folder / "network", folder / "lstm")
-    stages.decode_system(work, folder, "lstm", done)
+    print(f"{name}, seed {seed}: {count} learners with batches of {per_learner}", file=sys.stderr, flush=True)
+    layout = RunLayout(folder)
+    trained = network_stage.train_network(work, layout.network(), wanted, work.layout.alignments(), seed)
+    network_stage.finish_network(work, trained, layout.system("lstm"))
+    decode_stage.decode_system(work, layout, "lstm", done)
     (done / "complete").write_text("")
     return done
 

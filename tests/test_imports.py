@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "roundelay.topology": ("roundelay.core", *BASE),
     "roundelay.speech": BASE,
     "roundelay.data": BASE,
-    "roundelay.report": ("roundelay.metrics.events", *BASE),
+    "roundelay.report": ("roundelay.metrics.events", "roundelay.metrics.run_files", *BASE),
     "roundelay.comm.gossip": ("roundelay.core", "roundelay.comm.shared_memory", "roundelay.fleet", *BASE),
 }
 MAY_PRINT = ("roundelay.cli", "roundelay.log")

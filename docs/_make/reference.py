@@ -1,6 +1,6 @@
-"""Writes the reference pages from the code: `make docs` runs this, and a test compares its output with the pages in the tree.
+"""Write the reference pages from the code. `make docs` runs this; a test compares the output with the pages in the tree.
 
-python docs/_make/reference.py          writes docs/reference/*.md
+python docs/_make/reference.py          write docs/reference/*.md
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def escaped(cell: str) -> str:
-    """Neither a column's end nor a tag, except inside `code`."""
+    """Escape column separators and tags, except inside `code`."""
     parts = cell.replace("|", "\\|").split("`")
     return "`".join(part.replace("<", "&lt;") if n % 2 == 0 else part for n, part in enumerate(parts))
 
@@ -57,7 +57,7 @@ def default_of(field: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A default as one would write it in a file."""
+    """Return a default as TOML would have it."""
     if value in ("", (), {}, None) or (isinstance(value, str) and value == "required"):
         return str(value) if value == "required" else ""
     return code(str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value)
@@ -67,29 +67,29 @@ def shown(value: Any) -> str:
 
 
 def remarks(cls: type[Any]) -> dict[str, str]:
-    """What stands behind the fields of a class: a comment on the same line, or a string below."""
+    """Return the remark on every field of a class: a comment on the same line, or a string below it."""
     source = textwrap.dedent(inspect.getsource(cls))
     lines = source.splitlines()
     body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)).body
-    found = {}
+    texts = {}
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             comment = re.search(r"  # (.*)$", lines[node.end_lineno - 1] if node.end_lineno else "")
             text = comment[1] if comment else ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 text = " ".join(str(after.value.value).split())
-            found[node.target.id] = text
-    return found
+            texts[node.target.id] = text
+    return texts
 
 
 def limits(name: str) -> str:
     if name in config.CHOICES:
         return "one of " + ", ".join(code(c) for c in config.CHOICES[name])
-    return f"at least {config.AT_LEAST[name]:g}" if name in config.MINIMUM else ""
+    return f"at least {config.MINIMUM[name]:g}" if name in config.MINIMUM else ""
 
 
 def settings_page() -> str:
-    said = remarks(config.TrainConfig)
+    meanings = remarks(config.TrainConfig)
     kinds = {f.name: str(f.type) for f in fields(config.TrainConfig)}
     rows = [
         [
@@ -97,9 +97,9 @@ def settings_page() -> str:
             re.sub(r"\[.*\]", "", kinds[f.name]).replace("dict", "table"),
             shown(default_of(f)),
             limits(f.name),
-            said[f.name],
+            meanings[f.name],
         ]
-        for f in sorted(fields(config.TrainConfig), key=lambda f: list(said).index(f.name))
+        for f in sorted(fields(config.TrainConfig), key=lambda f: list(meanings).index(f.name))
     ]
     return f"""# Settings
 
@@ -126,14 +126,14 @@ def option_rows(parser: argparse.ArgumentParser) -> list[list[str]]:
         choices = "one of " + ", ".join(map(str, action.choices)) if action.choices else ""
         default = "the number of cores" if action.dest == "jobs" else action.default
         help = re.sub(r"\s*\(default \d+\)", "", action.help or "")
-        known = not action.option_strings or default in (None, False, "", 0, 0.0) or "default" in help
-        told = "" if known else f"default: {default}"
-        rows.append([code(name + takes), "; ".join(t for t in (help, choices, told) if t)])
+        documented = not action.option_strings or default in (None, False, "", 0, 0.0) or "default" in help
+        note = "" if documented else f"default: {default}"
+        rows.append([code(name + takes), "; ".join(t for t in (help, choices, note) if t)])
     return rows
 
 
 def examples_of(text: str) -> list[str]:
-    """The commands of an epilog: one to a line, or separated by semicolons behind 'examples:'."""
+    """Return the commands of an epilog: one per line, or separated by semicolons after 'examples:'."""
     body = re.sub(r"^\s*examples?:", "", text.strip())
     return [part.strip() for line in body.splitlines() for part in line.split(";  ") if part.strip()]
 
@@ -143,11 +143,11 @@ def console(commands: list[str]) -> str:
 
 
 class _Caught(Exception):
-    """Carries a benchmark's parser out of its main."""
+    """Raised to leave a benchmark's main with its parser."""
 
 
 def bench_parser(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
-    """The parser that a benchmark makes for itself."""
+    """Return the parser that a benchmark creates in its main."""
     caught: list[argparse.ArgumentParser] = []
     original = argparse.ArgumentParser.parse_known_args
 
@@ -196,18 +196,19 @@ Exit codes: 0 done, 1 a bug, 2 usage, 3 data, 4 a peer was lost, 130 interrupted
 
 
 def tables_page() -> str:
-    said = {name: strategies.describe(name) for name in strategies.STRATEGIES}
+    described = {name: strategies.describe(name) for name in strategies.STRATEGIES}
     equations = [
-        [f"[{n}](../strategies/{n}.md)", code(d["equation"]), d["use"], d["weakness"], d["reference"]] for n, d in said.items()
+        [f"[{n}](../strategies/{n}.md)", code(d["equation"]), d["use"], d["weakness"], d["reference"]]
+        for n, d in described.items()
     ]
     options = [
-        [code(n), code(k), shown(v)] for n, d in said.items() for k, v in d["settings"].items() if not isinstance(v, type)
+        [code(n), code(k), shown(v)] for n, d in described.items() for k, v in d["settings"].items() if not isinstance(v, type)
     ]
     promises = [f.name for f in fields(base.Traits)]
     meanings = remarks(base.Traits)
     held = [
         [code(n), *(str(d["traits"][p]).lower().replace("true", "yes").replace("false", "no") for p in promises)]
-        for n, d in said.items()
+        for n, d in described.items()
     ]
     mixing = [[code(n), *(f"{topology.gap(n, size):.3f}" for size in SIZES)] for n in topology.TOPOLOGIES]
     return f"""# Strategies, topologies, backends
@@ -253,8 +254,8 @@ The gap 1 - sqrt(c) per round, by number of learners (1: agreement within a swee
 
 def events_page() -> str:
     parts = [
-        f"## {kind}\n\n{table(['field', 'meaning'], [[code(k), text] for k, text in known.items()])}\n"
-        for kind, known in events.FIELDS.items()
+        f"## {kind}\n\n{table(['field', 'meaning'], [[code(k), text] for k, text in names.items()])}\n"
+        for kind, names in events.FIELDS.items()
     ]
     text = "\n".join(parts)
     return f"""# Events
@@ -270,8 +271,8 @@ does not learn.
 
 
 def below(cls: type[Any]) -> dict[str, str]:
-    """Remarks on fields, also those that a class keeps in its docstring as `name   meaning`."""
-    found = remarks(cls)
+    """Return the remarks on fields, including those in the docstring as `name   meaning`."""
+    texts = remarks(cls)
     names = {f.name for f in fields(cls)}
     last: list[str] = []
     for line in (cls.__doc__ or "").splitlines():
@@ -279,24 +280,24 @@ def below(cls: type[Any]) -> dict[str, str]:
         if head and set(head[1].split(", ")) <= names:
             last = head[1].split(", ")
             for name in last:
-                found[name] = head[2]
+                texts[name] = head[2]
         elif last and line.strip() and line.startswith("     "):
             for name in last:
-                found[name] += " " + line.strip()
+                texts[name] += " " + line.strip()
         else:
             last = []
-    return found
+    return texts
 
 
 def recipes_page() -> str:
     def rows(cls: type[Any]) -> list[list[str]]:
-        said = below(cls)
-        return [[code(f.name), shown(default_of(f)), said.get(f.name, "")] for f in fields(cls) if f.name not in skipped]
+        meanings = below(cls)
+        return [[code(f.name), shown(default_of(f)), meanings.get(f.name, "")] for f in fields(cls) if f.name not in skipped]
 
     skipped = {"folder", "sources", "kaldi", *recipe.SECTIONS}
     parts = [f"## The recipe itself\n\n{table(['key', 'default', 'meaning'], rows(recipe.Recipe))}\n"]
     skipped = set()
-    parts.append(f"## [[source]]\n\n{table(['key', 'default', 'meaning'], rows(recipe.Source))}\n")
+    parts.append(f"## [[source]]\n\n{table(['key', 'default', 'meaning'], rows(recipe.SourceConfig))}\n")
     for name, cls in recipe.SECTIONS.items():
         parts.append(f"## [{name}]\n\n{table(['key', 'default', 'meaning'], rows(cls))}\n")
     text = "\n".join(parts)

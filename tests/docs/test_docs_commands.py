@@ -311,7 +311,7 @@ def test_pictures_are_what_their_script_draws(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["stragglers", "batches"])
 def test_pictures_of_virtual_time_are_drawn_from_their_records(name: str) -> None:
-    assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == made("virtual")["drawn"](name), AGAIN
+    assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == made("virtual")["picture_file"](name), AGAIN
     assert f"pictures/{name}.svg" in (ROOT / "docs" / "simulated.md").read_text()
 
 

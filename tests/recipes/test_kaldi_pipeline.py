@@ -1,4 +1,4 @@
-"""recipes/switchboard on a miniature of what people who have Kaldi hold: its own paths and schedule, small in size."""
+"""recipes/switchboard on small Kaldi features and alignments, with the paths and the schedule of the recipe."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from toy_kaldi import FMLLR, IVECTOR, LOGMEL, NUM_PDFS, SETS, write_kaldi_layout
 from roundelay.cli import main
 from roundelay.errors import DataError, UsageError
 from roundelay.recipes import config as recipe_config
-from roundelay.recipes import stages
-from roundelay.recipes.inference import options_of_run
-from roundelay.recipes.pipeline import GIVEN_STAGES, STAGES, fingerprint
-from roundelay.recipes.stages import PipelineContext
+from roundelay.recipes import network_stage
+from roundelay.recipes.inference import feature_options
+from roundelay.recipes.pipeline import KALDI_STAGES, STAGES, stage_fingerprint
+from roundelay.recipes.pipeline_context import PipelineContext
+from roundelay.recipes.run_layout import RunLayout
 from roundelay.speech.features.feature_store import from_spec
 from roundelay.speech.features.kaldi_ark import read_matrices
 from roundelay.speech.hmm.align import Alignments
 from roundelay.speech.nnet.lstm import AcousticModel
 
-pytestmark = pytest.mark.timeout(240)  # the first test waits for a whole recipe
-RECIPES = ROOT / "src" / "roundelay" / "recipes"
+pytestmark = pytest.mark.timeout(240)  # the first test runs a whole recipe
+RECIPES = ROOT / "recipes"
 SMALL = (
     f"kaldi.num_pdfs={NUM_PDFS}",
     "network.layers=1", "network.hidden=24", "network.bottleneck=16",
-    "train.learners=3", "train.machines=2", "train.batch=2", "train.lr=0.4", "train.save_every_epochs=8",
+    "train.learners=3", "train.simulate_nodes=2", "train.batch=2", "train.lr=0.4", "train.checkpoint_every_epochs=8",
 )  # fmt: skip
 """Size only: paths, streams, strategy, topology, epochs and schedule are those of the recipe."""
 BY_PDF = ("kaldi.alignment_labels=pdfs", "kaldi.train_alignments=exp/pdf_train.txt", "kaldi.dev_alignments=exp/pdf_dev.txt")
 
 
 def layout(folder: Path) -> Path:
-    """A folder with the recipe's file and what it speaks of."""
+    """Return a directory with the recipe's file and the files that it names."""
     recipe = folder / "switchboard"
     recipe.mkdir()
     shutil.copy(RECIPES / "switchboard" / "recipe.toml", recipe)
@@ -46,7 +47,7 @@ def layout(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recipe, run once with the command; its folder, with the run beside it."""
+    """Run the recipe once with the command. Return its directory; the run is its sibling."""
     folder = tmp_path_factory.mktemp("kaldi")
     recipe = layout(folder)
     with Jobs(folder) as jobs:
@@ -67,7 +68,7 @@ def test_features_and_alignments_of_kaldi_become_a_recognizer(done: Path) -> Non
     (row,) = json.loads((run / "result.json").read_text())["systems"]
     assert (row["name"], row["set"], row["missing"]) == ("lstm", "test", 0)
     assert (row["utterances"], row["speakers"]) == SETS["eval2000"]
-    assert row["wer"] < 20, "states with features of their own: what is left are slips at the edges"
+    assert row["wer"] < 20, "states have distinct features: only boundaries can be wrong"
     assert row["line"].startswith("%WER ")
     shape = json.loads((run / "lstm" / "model.json").read_text())["shape"]
     assert (shape["inputs"], shape["outputs"]) == (FMLLR + IVECTOR + 3 * LOGMEL, NUM_PDFS)
@@ -83,28 +84,28 @@ def test_pdf_alignments_are_the_same_states(done: Path, tmp_path: Path) -> None:
         assert all(np.array_equal(ours[id], theirs[id]) for id in ours.ids)
 
 
-def test_a_graph_of_pdfs_decodes_the_same_and_trains_nothing(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_graph_of_pdfs_decodes_the_same_without_training(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = done.parent / "run"
     hypotheses = run / "decode" / "lstm" / "test.txt"
     before = hypotheses.read_text()
     assert run_again(done, run, "kaldi.graph=exp/graph_pdfs", "kaldi.graph_labels=pdfs") == 0
-    told = capsys.readouterr().err
-    assert "states: done before" in told
-    assert "network: done before" in told
-    assert "decode …" in told
+    stderr = capsys.readouterr().err
+    assert "states: done before" in stderr
+    assert "network: done before" in stderr
+    assert "decode …" in stderr
     assert hypotheses.read_text() == before
-    # Kaldi's own graph for alignments that were turned into pdfs: both kinds of label in one recipe.
-    assert recipe_config.load(done, [*SMALL, *BY_PDF]).given is not None
+    # Kaldi's own graph with alignments of pdfs: both kinds of label in one recipe.
+    assert recipe_config.load(done, [*SMALL, *BY_PDF]).kaldi is not None
 
 
-def test_without_a_graph_the_posteriors_go_to_kaldi(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_posteriors_are_exported_without_a_graph(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     shutil.copytree(done.parent / "run", run)
     assert run_again(done, run, "kaldi.graph=") == 0
-    assert "decode the posteriors elsewhere" in capsys.readouterr().err
+    assert "export the posteriors to decode elsewhere" in capsys.readouterr().err
     assert json.loads((run / "result.json").read_text())["systems"] == []
 
-    streams = recipe_config.load(done).given.test_features  # type: ignore[union-attr]
+    streams = recipe_config.load(done).kaldi.test_features  # type: ignore[union-attr]
     streams = "+".join(str(done / part) for part in streams.split("+"))
     out = tmp_path / "exported"
     assert main.main(["export", str(run), str(out), "--posteriors", streams]) == 0
@@ -115,8 +116,8 @@ def test_without_a_graph_the_posteriors_go_to_kaldi(done: Path, tmp_path: Path, 
         np.testing.assert_allclose(written[id], model.log_posteriors(features[id]), atol=1e-5)
     assert "logmel.scp[cmvn,deltas]" in json.loads((out / "features.json").read_text())["streams"]
 
-    with pytest.raises(DataError, match="trained on features made elsewhere"):
-        options_of_run(run)
+    with pytest.raises(DataError, match="trained on external features"):
+        feature_options(RunLayout(run))
 
 
 # ---------------------------------------------------------------------------------------------------- what is wrong
@@ -128,7 +129,7 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "told"),
+    ("changes", "code", "messages"),
     [
         (["kaldi.train_alignments=exp/nowhere"], 3, ["cannot read the alignments", "exp/nowhere"]),
         (["kaldi.train_alignments=exp/graph"], 3, ["there are no alignments (ali.*) in the folder", "exp/graph"]),
@@ -147,28 +148,28 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (['train.task="own:Task"'], 2, ["'task' is what the recipe itself tells the engine"]),
     ],
 )
-def test_mistakes_are_named(
-    laid_out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], code: int, told: list[str]
+def test_mistakes_are_reported(
+    laid_out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], code: int, messages: list[str]
 ) -> None:
     assert run_again(laid_out, tmp_path / "run", *changes, "--until", "states") == code
-    said = capsys.readouterr().err
-    assert all(part in said for part in told), said
+    stderr = capsys.readouterr().err
+    assert all(message in stderr for message in messages), stderr
 
 
-def test_features_and_alignments_of_different_length_are_named(
+def test_features_and_alignments_of_different_length_are_reported(
     laid_out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     id, *pdfs = (laid_out / "exp" / "pdf_dev.txt").read_text().splitlines()[3].split()
     shorter = tmp_path / "pdf_dev.txt"
     shorter.write_text(f"{id} {' '.join(pdfs[:-4])}\n")
     assert run_again(laid_out, tmp_path / "run", *BY_PDF, f"kaldi.dev_alignments={shorter}", "--until", "states") == 3
-    said = capsys.readouterr().err
-    assert f"utterance {id} has {len(pdfs)} frames of features and {len(pdfs) - 4} of alignment" in said
-    assert "data/dev/fmllr.scp" in said
-    assert str(shorter) in said
+    stderr = capsys.readouterr().err
+    assert f"utterance {id} has {len(pdfs)} frames of features and {len(pdfs) - 4} of alignment" in stderr
+    assert "data/dev/fmllr.scp" in stderr
+    assert str(shorter) in stderr
 
 
-def test_transition_ids_need_their_model_only_where_they_are_used() -> None:
+def test_transition_ids_need_the_transition_model() -> None:
     common = {"num_pdfs": 3, "train_features": "a", "train_alignments": "b", "dev_features": "c", "dev_alignments": "d"}
     recipe_config.KaldiInputs(**common, alignment_labels="pdfs")  # type: ignore[arg-type]
     recipe_config.KaldiInputs(**common, alignment_labels="pdfs", graph="g", graph_labels="pdfs")  # type: ignore[arg-type]
@@ -179,18 +180,18 @@ def test_transition_ids_need_their_model_only_where_they_are_used() -> None:
 # ------------------------------------------------------------------------------------- nothing stale, nothing twice
 
 
-def test_only_what_a_network_is_trained_on_trains_it_again() -> None:
+def test_only_training_inputs_invalidate_the_network() -> None:
     def changed(*overrides: str) -> list[str]:
-        prints = []
+        fingerprints = []
         for recipe in (
             recipe_config.load(RECIPES / "switchboard"),
             recipe_config.load(RECIPES / "switchboard", list(overrides)),
         ):
-            before, found = "", {}
-            for stage in GIVEN_STAGES:
-                found[stage.name] = before = fingerprint(recipe, stage, before)
-            prints.append(found)
-        return [name for name in prints[0] if prints[0][name] != prints[1][name]]
+            before, by_stage = "", {}
+            for stage in KALDI_STAGES:
+                by_stage[stage.name] = before = stage_fingerprint(recipe, stage, before)
+            fingerprints.append(by_stage)
+        return [name for name in fingerprints[0] if fingerprints[0][name] != fingerprints[1][name]]
 
     assert changed("kaldi.graph=other") == ["decode", "score"]
     assert changed("kaldi.test_text=other") == ["decode", "score"]
@@ -198,33 +199,41 @@ def test_only_what_a_network_is_trained_on_trains_it_again() -> None:
     assert changed("kaldi.dev_features=x.scp") == ["states", "network", "decode", "score"]
 
 
-def test_a_network_trained_on_other_alignments_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages.interrupts, "run", lambda command: 0)
-    weights = tmp_path / "begun" / "model.safetensors"
+def test_training_on_other_alignments_or_initial_weights_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_stage, "build_task", lambda resolved: None)
+    monkeypatch.setattr(network_stage, "run_training", lambda task, config: None)
+    weights = tmp_path / "initial" / "model.safetensors"
     weights.parent.mkdir()
     weights.write_bytes(b"some weights")
     recipe = recipe_config.load(RECIPES / "digits", [f"network.init_from={weights.parent}"])
-    work = PipelineContext(recipe, tmp_path, 1, lambda _: None, "none")
+    context = PipelineContext(recipe, tmp_path, 1, "none")
     (tmp_path / "stages").mkdir()
-    mark, checkpoint = tmp_path / "stages" / "align.json", tmp_path / "network" / "ckpt"
+    stamp, checkpoint = tmp_path / "stages" / "align.json", tmp_path / "network" / "ckpt"
 
-    def kept(made_of: str) -> bool:
-        mark.write_text(json.dumps({"fingerprint": made_of}))
-        stages.train_network(work, tmp_path / "network", work.recipe.train, tmp_path / "alignments", 0)
+    def kept(alignments: str, **settings: float) -> bool:
+        stamp.write_text(json.dumps({"fingerprint": alignments}))
+        train = {**recipe.train, **settings}
+        network_stage.train_network(context, tmp_path / "network", train, tmp_path / "alignments", 0)
         before = checkpoint.exists()
         checkpoint.mkdir(exist_ok=True)
         return before
 
-    assert not kept("some alignments")
-    assert kept("some alignments")
+    assert not kept("first")
+    assert kept("first")
+    assert not kept("first", lr=0.125), "other settings"
+    assert not kept("first"), "the first settings again"
     weights.write_bytes(b"other weights")
-    assert not kept("some alignments"), "nor one that began from other weights"
-    assert not kept("others, of another tree"), "they stand in the same place, and the settings of the engine are the same"
+    assert not kept("first"), "other initial weights"
+    assert not kept("second"), "other alignments at the same path, with the same settings"
+    fingerprint = json.loads((tmp_path / "network" / "fingerprint.json").read_text())
+    assert set(fingerprint) == {"settings", "alignments", "initial_weights"}
 
 
-def test_limits_are_no_reason_to_do_a_stage_again() -> None:
-    prints = []
+def test_limits_do_not_invalidate_a_stage() -> None:
+    fingerprints = []
     for overrides in ([], ["features.longest_s=600"]):
         recipe = recipe_config.load(RECIPES / "digits", overrides)
-        prints.append([fingerprint(recipe, stage, "") for stage in STAGES])
-    assert prints[0] == prints[1]
+        fingerprints.append([stage_fingerprint(recipe, stage, "") for stage in STAGES])
+    assert fingerprints[0] == fingerprints[1]

@@ -1,4 +1,4 @@
-"""recipes/librispeech on a miniature in the publisher's layout: real digits, strung together into sentences."""
+"""recipes/librispeech on a small corpus in the publisher's layout: real digits, concatenated into sentences."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from paths import DATA, ROOT
 
 from roundelay.cli import main
 from roundelay.recipes.pipeline import STAGES
-from roundelay.speech.corpora.kaldi_dir import read_data_dir, write_data_dir
-from roundelay.speech.corpora.utterance import Utterance
-from roundelay.speech.features.audio import read_audio
+from roundelay.speech.corpora.data_dir import Utterance, read_audio, read_data_dir, write_data_dir
 
 DIGITS = DATA / "fsdd"
-RECIPE = ROOT / "src" / "roundelay" / "recipes" / "librispeech"
-needs_digits = pytest.mark.skipif(not DIGITS.is_dir(), reason="the recordings of fsdd are not here (ROUNDELAY_DATA)")
+RECIPE = ROOT / "recipes" / "librispeech"
+needs_digits = pytest.mark.skipif(not DIGITS.is_dir(), reason="the fsdd recordings are missing (ROUNDELAY_DATA)")
 
-pytestmark = pytest.mark.timeout(240)  # the first test waits for a whole recipe
+pytestmark = pytest.mark.timeout(240)  # the first test runs a whole recipe
 
 RATE = 16_000
 SMALL = (
@@ -36,30 +34,30 @@ READERS = {"jackson": ("19", "198"), "theo": ("26", "495")}
 
 
 def write_part(folder: Path, source: str, sentences: int, length: int, seed: int) -> None:
-    """SUBSET/SPEAKER/CHAPTER/*.flac with their *.trans.txt."""
-    dice = np.random.default_rng(seed)
+    """Write SUBSET/SPEAKER/CHAPTER/*.flac and *.trans.txt."""
+    rng = np.random.default_rng(seed)
     corpus = read_data_dir(DIGITS / source, root=DIGITS)
     for reader, (speaker, chapter) in READERS.items():
         own = [u for u in corpus.utterances if u.speaker == reader]
-        place = folder / speaker / chapter
-        place.mkdir(parents=True)
+        directory = folder / speaker / chapter
+        directory.mkdir(parents=True)
         lines = []
         for number in range(sentences):
-            chosen = [own[n] for n in dice.integers(len(own), size=length)]
+            chosen = [own[n] for n in rng.integers(len(own), size=length)]
             pieces = [np.zeros(800, np.float32)]
             for utterance in chosen:
-                pieces += [read_audio(utterance, 8000), np.zeros(int(dice.integers(400, 1200)), np.float32)]
+                pieces += [read_audio(utterance, 8000), np.zeros(int(rng.integers(400, 1200)), np.float32)]
             samples = np.concatenate(pieces)
-            samples += 1e-3 * dice.normal(size=len(samples)).astype(np.float32)
+            samples += 1e-3 * rng.normal(size=len(samples)).astype(np.float32)
             name = f"{speaker}-{chapter}-{number:04d}"
-            soundfile.write(place / f"{name}.flac", soxr.resample(samples, 8000, RATE), RATE)
+            soundfile.write(directory / f"{name}.flac", soxr.resample(samples, 8000, RATE), RATE)
             lines.append(f"{name} {' '.join(word for u in chosen for word in u.words)}\n")
-        (place / f"{speaker}-{chapter}.trans.txt").write_text("".join(lines))
+        (directory / f"{speaker}-{chapter}.trans.txt").write_text("".join(lines))
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the corpus and the recipe's run, done once with the command."""
+    """Run the recipe once with the command. Return the directory of the corpus and the run."""
     folder = tmp_path_factory.mktemp("librispeech")
     corpus = folder / "LibriSpeech"
     write_part(corpus / "train-clean-5", "train", sentences=22, length=4, seed=0)
@@ -74,22 +72,22 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_digits
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_publishers_layout_goes_all_the_way(done: Path) -> None:
+def test_recipe_runs_on_the_publishers_layout(done: Path) -> None:
     run = done / "run"
     assert sorted(p.stem for p in (run / "stages").iterdir()) == sorted(stage.name for stage in STAGES if stage.name != "sat")
     result = json.loads((run / "result.json").read_text())
-    assert [(r["name"], r["language"], r["speakers"]) for r in result["systems"]] == [
+    assert [(r["name"], r["words"], r["speakers"]) for r in result["systems"]] == [
         ("mono", 36, 2), ("tri", 36, 2), ("lstm", 36, 2),
     ]  # fmt: skip
     for r in result["systems"]:
-        assert r["wer"] < 50, "digits of known speakers, with a language model that knows nothing: guessing gives 90"
-    held = read_data_dir(run / "data" / "dev")
-    assert 0 < len(held) < 10, "dev-clean-2 is what is tested on, so dev comes from train"
+        assert r["wer"] < 50, "digits of training speakers with an uninformative language model: chance is 90 %"
+    dev = read_data_dir(run / "data" / "dev")
+    assert 0 < len(dev) < 10, "dev-clean-2 is the test set, so dev is held out from train"
     assert json.loads((run / "features" / "train" / "features.json").read_text())["options"]["rate"] == RATE
 
 
 @needs_digits
-def test_a_run_decodes_when_its_corpus_is_gone(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_decodes_without_its_corpus(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = done / "new"
     audio = done / "recordings"
     shutil.copytree(done / "LibriSpeech" / "dev-clean-2", audio)
@@ -103,7 +101,7 @@ def test_a_run_decodes_when_its_corpus_is_gone(done: Path, capsys: pytest.Captur
         assert main.main(["decode", str(done / "run"), "--data", str(new), "--jobs", "1", "--json"]) == 0
     finally:
         (done / "moved").rename(done / "LibriSpeech")
-    told = json.loads(capsys.readouterr().out)
-    known = json.loads((done / "run" / "result.json").read_text())["systems"][2]
-    assert known["name"] == "lstm"
-    assert (told["wer"], told["language"]) == (known["wer"], known["language"])
+    decoded = json.loads(capsys.readouterr().out)
+    row = json.loads((done / "run" / "result.json").read_text())["systems"][2]
+    assert row["name"] == "lstm"
+    assert (decoded["wer"], decoded["words"]) == (row["wer"], row["words"])

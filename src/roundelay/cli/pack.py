@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         options = packing.packing_of(Path(), settings)
     else:
         raise UsageError("pack needs RUN and OUT, or features=…, alignments=… and OUT", where="command line", hint="see --help")
-    archive = packing.pack(options, Path(folders[-1]), jobs=args.jobs, say=note)
+    archive = packing.pack(options, Path(folders[-1]), jobs=args.jobs)
     if args.verify:
         archive.verify()
         note("all block checksums verified")

@@ -38,17 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the stages that are not done yet and print the word error rates."""
     from roundelay import config
-    from roundelay.cli.arguments import note
     from roundelay.core import interrupts
     from roundelay.recipes import config as recipe_config
     from roundelay.recipes import pipeline
-    from roundelay.recipes.stages import PipelineContext
+    from roundelay.recipes.pipeline_context import PipelineContext
 
     own, overrides = config.split_items(args.overrides, RunOptions)
     options = config.load(None, own, RunOptions).settings
     recipe = recipe_config.load(args.recipe, overrides)
     folder = Path(options.run) if options.run else pipeline.default_run(recipe)
-    context = PipelineContext(recipe, folder, args.jobs, note, options.progress)
+    context = PipelineContext(recipe, folder, args.jobs, options.progress)
     pipeline.check_stage(recipe, args.until)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "command.json").write_text(json.dumps({"command": ["roundelay", *sys.argv[1:]], "folder": os.getcwd()}))

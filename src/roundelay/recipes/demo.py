@@ -1,143 +1,140 @@
-"""roundelay demo: a spoken corpus, two learners of which one is slowed, two strategies, one table.
+"""roundelay demo: synthesize a corpus, train with two strategies on two learners of which one is slow, print one table.
 
-A corpus is spoken and aligned; the same network then learns the same samples twice, by asynchronous decentralized SGD and by
-synchronous SGD, from the same features and alignments; both are decoded with the same graph. Everything is a stage: what is
-done is not done again, so after Ctrl-C the same command goes on.
+The corpus is synthesized and aligned once. The same network is then trained twice on the same samples, by asynchronous
+decentralized SGD and by synchronous SGD; both networks are decoded with the same graph. Every step is a stage, so after an
+interrupt the same command continues with the first unfinished stage.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import logging
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roundelay import config
 from roundelay.core import interrupts
-from roundelay.core.settings import setting
 from roundelay.errors import UsageError
-from roundelay.log.progress import say
+from roundelay.metrics import run_files
 from roundelay.metrics.events import read_events
-from roundelay.recipes import config as recipe_config
-from roundelay.recipes import stages
 from roundelay.recipes.config import Recipe
+from roundelay.recipes.decode_stage import decode_system, rounded
 from roundelay.recipes.hypotheses import report
+from roundelay.recipes.network_stage import finish_network, train_network
 from roundelay.recipes.pipeline import STAGES, PipelineStage, run_stages
-from roundelay.recipes.stages import PipelineContext
+from roundelay.recipes.pipeline_context import PipelineContext
+from roundelay.recipes.run_layout import LSTM, RunLayout, hypothesis_file
 from roundelay.speech.score import paired, read_text, score
 
+logger = logging.getLogger(__name__)
 RECIPE = Path(__file__).with_name("demo.toml")
 STRATEGIES = ("adpsgd", "sync")
-SAMPLE = "sample.wav"
+SAMPLE, SAMPLE_TEXT = "sample.wav", "sample.txt"
 TEST = "test"
 
 
-@dataclass(frozen=True)
-class DemoOptions:
-    """Settings of the command that are not the recipe's."""
+def run_demo(context: PipelineContext, command: Sequence[str]) -> dict[str, Any]:
+    """Run all stages of the demo and return the contents of result.json.
 
-    progress: str = setting("auto", choices=("auto", "rich", "plain", "none"), help="Progress display on the terminal.")
-
-
-def run(args: argparse.Namespace) -> int:
-    own, overrides = config.split_items(args.overrides, DemoOptions)
-    options = config.load(None, own, DemoOptions).settings
-    recipe = recipe_config.load(RECIPE, overrides)
-    work = PipelineContext(recipe, Path(args.out), args.jobs, say, options.progress)
-    check(recipe)
-    command = ["roundelay", "demo", *(["--out", args.out] if args.out != "demo" else []), *args.overrides]
-    make_folders(work.run, command)
-    introduce(work)
-    with interrupts.as_interrupted(str(work.run), f"to go on: {shlex.join(command)}"):
-        run_stages(work, ROAD)
-    result = json.loads((work.run / "result.json").read_text())
-    conclude(work, result)
-    print(json.dumps({**result, "report": str(work.run / "report.html")}) if args.json else table(result), flush=True)
-    return 0
+    `command` is what the user typed. Raises Interrupted after an interrupt, with the command that continues.
+    """
+    check_learners(context.recipe)
+    create_sub_runs(context.layout, command)
+    log_introduction(context)
+    with interrupts.as_interrupted(str(context.run), f"continue with: {shlex.join(command)}"):
+        run_stages(context, DEMO_STAGES)
+    result = json.loads(context.layout.result.read_text())
+    log_conclusion(context, result)
+    return result
 
 
-def check(recipe: Recipe) -> None:
-    if int(recipe.train.get("learners", 1)) < 2:
-        raise UsageError("the demo compares learners that work together", where="train.learners", hint="give at least 2")
+def check_learners(recipe: Recipe) -> None:
+    learners = int(recipe.train.get("learners", 1))
+    if learners < 2:
+        raise UsageError(f"the demo needs at least 2 learners (got {learners})", where="train.learners", hint="set it to 2")
 
 
-def make_folders(folder: Path, command: Sequence[str]) -> None:
-    """Each training run is to say how it was made."""
+def create_sub_runs(layout: RunLayout, command: Sequence[str]) -> None:
+    """Create a directory per strategy that records the command. Raise UsageError if that is impossible."""
     try:
         for name in STRATEGIES:
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            (folder / name / "command.json").write_text(json.dumps({"command": command, "folder": os.getcwd()}))
+            sub_run = layout.sub_run(name)
+            sub_run.run.mkdir(parents=True, exist_ok=True)
+            sub_run.command.write_text(json.dumps({"command": command, "folder": os.getcwd()}))
     except OSError as error:
         raise UsageError(
-            f"cannot write there: {error.strerror}", where=f"--out {folder}", hint="choose another folder"
+            f"creating the run directory failed: {error.strerror}", where=f"--out {layout.run}", hint="choose another directory"
         ) from error
 
 
-# -- the stages that a recipe does not have ----------------------------------------------------------------------------
+# -- stages that a recipe does not have ------------------------------------------------------------------------------------
 
 
-def sample(work: PipelineContext) -> None:
-    """One recording to listen to."""
+def write_sample(context: PipelineContext) -> None:
+    """Copy one test recording to sample.wav and its transcript to sample.txt."""
     import soundfile
 
-    utterance = work.corpus(TEST).utterances[0]
+    utterance = context.corpus(TEST).utterances[0]
     samples, rate = soundfile.read(utterance.audio, dtype="int16")
-    soundfile.write(work.run / SAMPLE, samples, rate, subtype="PCM_16")
-    (work.run / "sample.txt").write_text(" ".join(utterance.words) + "\n")
-    listen(work)
+    soundfile.write(context.run / SAMPLE, samples, rate, subtype="PCM_16")
+    (context.run / SAMPLE_TEXT).write_text(" ".join(utterance.words) + "\n")
+    log_sample(context)
 
 
-def listen(work: PipelineContext) -> None:
-    words = (work.run / "sample.txt").read_text().strip().lower()
-    say(f'  Listen to one: {work.run / SAMPLE}\n  It says: "{words}"')
+def log_sample(context: PipelineContext) -> None:
+    words = (context.run / SAMPLE_TEXT).read_text().strip().lower()
+    logger.info('  One of the recordings: %s\n  Its transcript: "%s"', context.run / SAMPLE, words)
 
 
-def learn(work: PipelineContext, strategy: str) -> None:
-    """One training run, and its averaged model as a system."""
-    folder = work.run / strategy
-    wanted = {**work.recipe.train, "strategy": strategy}
-    stages.train_network(work, folder / "network", wanted, work.run / "alignments", work.recipe.seed)
-    stages.finish_network(work, folder / "network", folder / "lstm")
-    for shared in ("data", "features", "tri", "graph-tri"):  # so that decode and export find a whole run there
-        link = folder / shared
+def train_with(context: PipelineContext, strategy: str) -> None:
+    """Train the network with one strategy and save it as a system of the strategy's sub-run."""
+    layout, recipe = context.layout, context.recipe
+    sub_run = layout.sub_run(strategy)
+    settings = {**recipe.train, "strategy": strategy}
+    trained = train_network(context, sub_run.network(), settings, layout.alignments(), recipe.seed)
+    finish_network(context, trained, sub_run.system(LSTM))
+    # Links make the sub-run complete, so that roundelay decode and export accept it.
+    for shared in (layout.data, layout.features_root, layout.system("tri"), layout.graph("tri")):
+        link = sub_run.run / shared.name
         link.unlink(missing_ok=True)
-        link.symlink_to(Path("..") / shared)
+        link.symlink_to(Path("..") / shared.name)
 
 
-def decode(work: PipelineContext) -> None:
+def decode_both(context: PipelineContext) -> None:
+    """Decode the test set with the network of each strategy."""
     for strategy in STRATEGIES:
-        stages.decode_system(work, work.run / strategy, "lstm", work.run / strategy / "decode" / "lstm")
+        sub_run = context.layout.sub_run(strategy)
+        decode_system(context, sub_run, LSTM, sub_run.decode(LSTM))
 
 
-def compare(work: PipelineContext) -> None:
-    """result.json: a row per strategy, and the difference of their word errors, utterance by utterance."""
-    corpus = work.corpus(TEST)
+def compare_strategies(context: PipelineContext) -> None:
+    """Write result.json: one row per strategy, and the paired difference of their word error rates."""
+    layout, corpus = context.layout, context.corpus(TEST)
     refs = {u.id: u.words for u in corpus.utterances}
     speakers = {u.id: u.speaker for u in corpus.utterances}
-    hyps = {name: read_text(work.run / name / "decode" / "lstm" / f"{TEST}.txt") for name in STRATEGIES}
+    hyps = {name: read_text(hypothesis_file(layout.sub_run(name).decode(LSTM), TEST)) for name in STRATEGIES}
     rows = []
     for name in STRATEGIES:
-        found = score(refs, hyps[name], speakers)
-        words = {k: v for k, v in found.as_json().items() if k in ("wer", "low", "high", "language", "speakers")}
-        rows.append({"strategy": name, **trained(work.run / name / "network"), **words})
-        one = {"systems": [{"name": "lstm", "set": TEST, **found.as_json(), "line": found.line()}], "paired": []}
-        (work.run / name / "result.json").write_text(json.dumps(one, indent=1))
+        sub_run, scored = layout.sub_run(name), score(refs, hyps[name], speakers)
+        rates = {k: v for k, v in scored.as_json().items() if k in ("wer", "low", "high", "words", "speakers")}
+        rows.append({"strategy": name, **training_metrics(sub_run.network()), **rates})
+        row = {"name": LSTM, "set": TEST, **scored.as_json(), "line": scored.line()}
+        sub_run.result.write_text(json.dumps({"systems": [row], "paired": []}, indent=1))
     first, second = STRATEGIES
-    pair = stages.rounded(asdict(paired(refs, hyps[second], hyps[first], speakers)))
+    pair = rounded(asdict(paired(refs, hyps[second], hyps[first], speakers)))
     result = {"rows": rows, "paired": {"set": TEST, "from": second, "to": first, **pair}}
-    (work.run / "result.json").write_text(json.dumps(result, indent=1))
+    layout.result.write_text(json.dumps(result, indent=1))
 
 
-def trained(network: Path) -> dict[str, Any]:
-    """What a training run's own events say. A run that was interrupted and resumed has spent all of its parts."""
+def training_metrics(directory: Path) -> dict[str, Any]:
+    """Return seconds, samples, speed and log-probability of a training run. Interrupted parts of the run count."""
     seconds: dict[int, float] = {}
     samples, logprob = 0, float("nan")
-    for event in read_events(network / "events.jsonl"):
+    for event in read_events(directory / run_files.EVENTS):
         if event["event"] == "steps":
             seconds[event["rank"]] = seconds.get(event["rank"], 0.0) + event["elapsed_s"]
             samples += event["samples"]
@@ -152,82 +149,85 @@ def trained(network: Path) -> dict[str, Any]:
     }
 
 
-def write_page(work: PipelineContext) -> None:
-    report([work.run / name for name in reversed(STRATEGIES)], work.run / "report.html")
+def write_page(context: PipelineContext) -> None:
+    """Write report.html about both training runs."""
+    report([context.layout.sub_run(name).run for name in reversed(STRATEGIES)], context.layout.report)
 
 
-OF_A_RECIPE = {stage.name: stage for stage in STAGES}
+RECIPE_STAGES = {stage.name: stage for stage in STAGES}
 
 
-def from_recipe(name: str, about: str) -> PipelineStage:
-    known = OF_A_RECIPE[name]
-    return PipelineStage(name, known.do, known.parts, about=about)
+def recipe_stage(name: str, description: str) -> PipelineStage:
+    """Return a stage of a recipe with the demo's description."""
+    stage = RECIPE_STAGES[name]
+    return PipelineStage(name, stage.run, stage.parts, description=description, files=stage.files)
 
 
-TRAINED_BY = ("network", "train", "seed")
-ROAD: Sequence[PipelineStage] = (
-    from_recipe("data", "1. A synthesizer speaks a corpus: many voices, sentences that differ, noise of a telephone line."),
-    PipelineStage("sample", sample, ()),
-    from_recipe("features", "2. Every 10 ms of sound become 40 numbers: how strong each band of frequencies is."),
-    from_recipe("mono", "3. Hidden Markov models find out which 10 ms belong to which sound, first one model per sound …"),
-    from_recipe("tri", "   … then one per sound and its neighbours, so far as the data allows."),
-    from_recipe("align", "   The best of these label every 10 ms: that is what the network will learn."),
-    from_recipe("graph", "4. A graph of all sentences that may be said, from pronunciations and a language model."),
+TRAINING_PARTS = ("network", "train", "seed")
+DEMO_STAGES: Sequence[PipelineStage] = (
+    recipe_stage("data", "1. Synthesize a corpus: many voices, varied sentences, telephone noise."),
+    PipelineStage("sample", write_sample, ()),
+    recipe_stage("features", "2. Extract features: 40 log-mel energies every 10 ms."),
+    recipe_stage("mono", "3. Train hidden Markov models that assign every 10 ms to a phone, first one model per phone …"),
+    recipe_stage("tri", "   … then one per phone in context, as the data allows."),
+    recipe_stage("align", "   Align every 10 ms with a state: these are the targets of the network."),
+    recipe_stage("graph", "4. Build the decoding graph from pronunciations and a language model."),
     PipelineStage(
         "adpsgd",
-        partial(learn, strategy="adpsgd"),
-        TRAINED_BY,
-        about="5. Two learners train a network by asynchronous decentralized SGD. Learner 1 is slowed on purpose: "
-        "each takes the next batch when it is free, and they average in the background.",
+        partial(train_with, strategy="adpsgd"),
+        TRAINING_PARTS,
+        description="5. Train the network by asynchronous decentralized SGD on two learners. Learner 1 is slowed down: "
+        "each learner takes the next batch when it is free, and models are averaged in the background.",
     ),
     PipelineStage(
         "sync",
-        partial(learn, strategy="sync"),
-        TRAINED_BY,
-        about="6. The same network, samples and slow learner by synchronous SGD: every step waits for both.",
+        partial(train_with, strategy="sync"),
+        TRAINING_PARTS,
+        description="6. Train the same network on the same samples by synchronous SGD: every step waits for both learners.",
     ),
     PipelineStage(
         "decode",
-        decode,
+        decode_both,
         ("decode", "scales", "dev_utterances"),
-        about="7. Both networks recognize people they have never heard.",
+        description="7. Decode the test set, whose speakers were not in the training set, with both networks.",
     ),
-    PipelineStage("score", compare, ()),
+    PipelineStage("score", compare_strategies, ()),
     PipelineStage("report", write_page, ()),
 )
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------------------------------
 
 
-def introduce(work: PipelineContext) -> None:
-    minutes = "" if (work.run / "stages").is_dir() else " It takes about four minutes on two idle cores."
-    say(
-        "From nothing to a speech recognizer, trained twice: by learners that do not wait for each other, and by learners that "
-        f"do.{minutes} Everything goes into {work.run}/; Ctrl-C at any time, the same command goes on.\n"
+def log_introduction(context: PipelineContext) -> None:
+    minutes = "" if context.layout.stamps.is_dir() else " It takes about four minutes on two idle cores."
+    logger.info(
+        "Train a speech recognizer from scratch, twice: with learners that do not wait for each other, and with learners that "
+        "do.%s All files are written to %s/. Interrupt with Ctrl-C at any time; the same command continues.\n",
+        minutes,
+        context.run,
     )
 
 
-def conclude(work: PipelineContext, result: dict[str, Any]) -> None:
-    fast, slow = (row["seconds"] for row in result["rows"])
-    run = work.run
-    slowed = work.recipe.train.get("straggler", "")
-    say("")
-    listen(work)
-    say(
-        f"Look at seconds: with a slow learner (straggler={slowed}) asynchronous training took {fast / slow:.2f} of the time of "
-        "synchronous training for the same samples. And at the word error rates: the paired difference says what that cost, "
+def log_conclusion(context: PipelineContext, result: dict[str, Any]) -> None:
+    asynchronous, synchronous = (row["seconds"] for row in result["rows"])
+    run, straggler = context.run, context.recipe.train.get("straggler", "")
+    logger.info("")
+    log_sample(context)
+    logger.info(
+        f"Seconds: with a slow learner (straggler={straggler}) asynchronous training took {asynchronous / synchronous:.2f} of "
+        "the time of synchronous training for the same samples. Word error rates: the paired difference shows what that cost, "
         "if anything.\n"
-        f"The curves, who waited for whom, and the worst confusions: {run / 'report.html'}\n"
+        f"Learning curves, waiting times and the most frequent confusions: {context.layout.report}\n"
         "Try next:\n"
-        f"  roundelay decode {run / 'adpsgd'} --data {run / 'data' / TEST} --json\n"
+        f"  roundelay decode {run / 'adpsgd'} --data {context.layout.data_set(TEST)} --json\n"
         f"  roundelay demo --out demo-even {shlex.quote('train.straggler=')}\n"
-        "  roundelay run spoken\n"
+        "  roundelay run recipes/spoken\n"
     )
 
 
 def table(result: dict[str, Any]) -> str:
-    """For people, 60 columns wide at most."""
+    """Return the result as text, at most 60 columns wide."""
     lines = [f"{'strategy':<8} {'seconds':>8} {'samples/s':>10} {'logprob':>9} {'WER %':>6}  {'95 % interval':<13}"]
     for r in result["rows"]:
         lines.append(
@@ -239,6 +239,6 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"{p['to']} minus {p['from']}: {p['difference']:+.2f} points of WER",
         f"({p['low']:+.2f} to {p['high']:+.2f}, 95 %, paired, over {p['count']} {p['units']})",
-        "logprob: held out, per frame",
+        "logprob: validation set, per frame",
     ]
     return "\n".join(lines)

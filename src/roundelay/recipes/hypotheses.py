@@ -1,4 +1,4 @@
-"""What a run has heard, for reports and comparisons: hypotheses beside what was said, of recipe runs and their sub-runs."""
+"""Hypotheses of a run with their references, for reports and comparisons: of recipe runs and of networks inside them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from roundelay.metrics import run_files
+from roundelay.recipes.run_layout import LSTM, RunLayout, hypothesis_file
+from roundelay.recipes.systems import SYSTEMS
 from roundelay.report.page import names_of, write_report
 from roundelay.report.run_reader import RunView, WerResult, read_run
 from roundelay.speech.score import Texts, paired, read_text, score
 
-NETWORK = "lstm"
 CONFUSIONS = 10
 
 
 @dataclass(frozen=True)
 class DecodedSet:
-    """One system on one set."""
+    """Hypotheses of one system on one set."""
 
     system: str
     set: str
@@ -28,96 +30,97 @@ class DecodedSet:
 
 
 def load_hypotheses(run: Path) -> list[DecodedSet]:
-    """Everything a run has decoded whose transcripts are at hand.
+    """Return all hypotheses of a run that have references.
 
-    RUN/decode/SYSTEM/SET.txt of a recipe; RUN/hypotheses/SET.txt of a network trained beside it (RUN/../../data); for the
-    network's own folder, what its recipe has decoded with it."""
-    run = run.resolve()
-    if (run / "hypotheses").is_dir():
-        return _read(run.parent.parent, {NETWORK: run / "hypotheses"})
-    if run.name.startswith("network") and (run.parent / "decode" / NETWORK).is_dir():
-        return _read(run.parent, {NETWORK: run.parent / "decode" / NETWORK})
-    order = {name: n for n, name in enumerate(("mono", "tri", "sat", NETWORK))}
-    folders = sorted((run / "decode").glob("*/"), key=lambda p: (order.get(p.name, 9), p.name))
-    return _read(run, {p.name: p for p in folders})
+    RUN/decode/SYSTEM/SET.txt of a recipe, or RUN/hypotheses/SET.txt of a network that a benchmark trained inside a recipe's
+    run. For the training directory of a recipe's network, the recipe's hypotheses of that network.
+    """
+    layout = RunLayout(run.resolve())
+    if layout.hypotheses.is_dir():
+        return _read(layout.base(), {LSTM: layout.hypotheses})
+    parent = RunLayout(layout.run.parent)
+    if layout.run.name.startswith(run_files.NETWORK) and parent.decode(LSTM).is_dir():
+        return _read(parent, {LSTM: parent.decode(LSTM)})
+    order = {name: n for n, name in enumerate(SYSTEMS)}
+    folders = sorted(layout.decode_root.glob("*/"), key=lambda p: (order.get(p.name, len(order)), p.name))
+    return _read(layout, {p.name: p for p in folders})
 
 
-def _read(root: Path, systems: dict[str, Path]) -> list[DecodedSet]:
+def _read(layout: RunLayout, systems: dict[str, Path]) -> list[DecodedSet]:
     try:
-        sets = list(json.loads((root / "data" / "sets.json").read_text())["test"])
+        sets = layout.test_sets()
     except (OSError, ValueError, KeyError):
         return []
-    found = []
+    decoded = []
     for name in sets:
-        text, whose = root / "data" / name / "text", root / "data" / name / "utt2spk"
+        text, utt2spk = layout.data_set(name) / "text", layout.data_set(name) / "utt2spk"
         if not text.is_file():
             continue
         refs = read_text(text)
-        speakers = {u: row[0] for u, row in read_text(whose).items() if row} if whose.is_file() else {}
-        known = speakers if all(u in speakers for u in refs) else None
+        speakers = {u: row[0] for u, row in read_text(utt2spk).items() if row} if utt2spk.is_file() else {}
+        complete = speakers if all(u in speakers for u in refs) else None
         for system, folder in systems.items():
-            if (folder / f"{name}.txt").is_file():
-                found.append(DecodedSet(system, name, refs, read_text(folder / f"{name}.txt"), known))
-    return found
+            path = hypothesis_file(folder, name)
+            if path.is_file():
+                decoded.append(DecodedSet(system, name, refs, read_text(path), complete))
+    return decoded
 
 
-def words_of(run: Path) -> WerResult | None:
-    """Word error rates and the worst confusions; None where there is nothing to add to result.json."""
-    found = load_hypotheses(run)
-    if not found:
+def word_errors(run: Path) -> WerResult | None:
+    """Return word error rates and the most frequent confusions. None if the run has no hypotheses."""
+    decoded = load_hypotheses(run)
+    if not decoded:
         return None
     words = WerResult()
-    told: dict[str, Any] = {}
-    if (run / "result.json").is_file():
-        told = json.loads((run / "result.json").read_text())
-        words.paired = told.get("paired") or []
-    last = found[-1].system
-    for h in found:
+    result = RunLayout(run).result
+    if result.is_file():
+        words.paired = json.loads(result.read_text()).get("paired") or []
+    last = decoded[-1].system
+    for h in decoded:
         scored = score(h.refs, h.hyps, h.speakers)
         words.systems.append({"name": h.system, "set": h.set, **scored.as_json()})
         if h.system == last:
             words.confusions += [
-                {"name": h.system, "set": h.set, "ref": c.ref, "hyp": c.hyp, "times": c.count}
+                {"name": h.system, "set": h.set, "ref": c.ref, "hyp": c.hyp, "count": c.count}
                 for c in scored.confusions(CONFUSIONS)
             ]
     return words
 
 
-def against_first(runs: Sequence[Path]) -> dict[Path, list[dict[str, Any]]]:
-    """How the other runs' networks differ from the first one's on the same utterances, speaker by speaker."""
+def compare_with_first(runs: Sequence[Path]) -> dict[Path, list[dict[str, Any]]]:
+    """Return paired comparisons of each later run's network with the first one's, on the sets that both decoded."""
     names = dict(zip(runs, names_of(runs), strict=True))
-    known = {run: {h.set: h for h in load_hypotheses(run) if h.system == NETWORK} for run in dict.fromkeys(runs)}
-    spoken = [run for run, sets in known.items() if sets]
-    found: dict[Path, list[dict[str, Any]]] = {}
-    for other in spoken[1:]:
-        first = spoken[0]
-        for name, theirs in known[other].items():
-            ours = known[first].get(name)
-            if ours is not None and ours.refs == theirs.refs:
-                pair = paired(ours.refs, ours.hyps, theirs.hyps, ours.speakers)
-                told = {"set": name, "from": names[first], "to": names[other], **asdict(pair)}
-                found.setdefault(other, []).append(told)
-    return found
+    by_run = {run: {h.set: h for h in load_hypotheses(run) if h.system == LSTM} for run in dict.fromkeys(runs)}
+    decoded = [run for run, sets in by_run.items() if sets]
+    rows: dict[Path, list[dict[str, Any]]] = {}
+    for run in decoded[1:]:
+        first = decoded[0]
+        for name, other in by_run[run].items():
+            base = by_run[first].get(name)
+            if base is not None and base.refs == other.refs:
+                pair = paired(base.refs, base.hyps, other.hyps, base.speakers)
+                rows.setdefault(run, []).append({"set": name, "from": names[first], "to": names[run], **asdict(pair)})
+    return rows
 
 
-# -- roundelay report --------------------------------------------------------------------------------------------------
+# -- roundelay report ------------------------------------------------------------------------------------------------------
 
 
 def report(runs: list[Path], out: Path | None = None) -> tuple[Path, list[RunView]]:
-    """Writes the page of these runs, with all that is known of their words; returns its path and what was read."""
-    read = [read_run(run) for run in runs]  # mistakes show before anything is scored
-    extra = {run: words for run in runs if (words := words_of(run)) is not None}
-    for path, pairs in against_first(runs).items():
+    """Write the report page of the runs, with word error rates from their hypotheses. Return its path and the runs."""
+    views = [read_run(run) for run in runs]  # raises before anything is scored
+    extra = {run: words for run in runs if (words := word_errors(run)) is not None}
+    for path, pairs in compare_with_first(runs).items():
         extra[path].paired = [*extra[path].paired, *pairs]
-    where = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    where = out or (RunLayout(runs[0]).report if len(runs) == 1 else Path(run_files.REPORT))
     write_report(runs, where, extra)
-    for run, name in zip(read, names_of(runs), strict=True):
-        run.name, run.words = name, extra.get(run.path, run.words)
-    return where, read
+    for view, name in zip(views, names_of(runs), strict=True):
+        view.name, view.words = name, extra.get(view.path, view.words)
+    return where, views
 
 
 def metrics(run: RunView) -> dict[str, Any]:
-    """A run in metrics."""
+    """Return the metrics of a run for --json."""
     return {
         "run": str(run.path),
         "name": run.name,

@@ -1,15 +1,15 @@
-"""`roundelay pack`: the training examples of a run, packed once into an archive that learners train from.
+"""`roundelay pack`: pack the training examples of a run into an archive that learners read.
 
-Examples are the windows of `roundelay.speech.features.windows` or whole utterances, with their margins, shuffled as a whole by the seed.
-Blocks are independent of each other, so processes make them side by side and one writes them in order.
+Examples are the windows of `roundelay.speech.features.windows`, or whole utterances, with their context frames. The seed
+shuffles all of them at once. Blocks are independent: worker processes encode them, one process writes them in order.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,24 +22,31 @@ from roundelay.core.process_map import process_map
 from roundelay.data import writer
 from roundelay.data.archive import IGNORE, INDEX, Archive, ArchiveMetadata, Layout, encode
 from roundelay.errors import DataError, UsageError, did_you_mean
+from roundelay.metrics import run_files
+from roundelay.recipes.run_layout import RunLayout, archive_dir
 from roundelay.speech.features import windows
 from roundelay.speech.features.feature_store import ConcatFeatures, FeatureStore, from_spec
 from roundelay.speech.hmm.align import INDEX as ALIGNMENTS_INDEX
 from roundelay.speech.hmm.align import Alignments, matching_utterances
 
+logger = logging.getLogger(__name__)
 KINDS = ("chunks", "utterances")
-DICE = 0x9ACC
-SAMPLED = 65_536
+SHUFFLE_STREAM = 0x9ACC
+"""Second word of the seed of the shuffle, so that it differs from other random streams of the same seed."""
+HASHED_FRAMES = 65_536
+"""ArchiveMetadata how many frames of the alignments enter the configuration hash."""
 CHUNK_BLOCK, UTTERANCE_BLOCK = 256, 16
 
 
 @dataclass(frozen=True)
 class Packing:
-    """features, alignments   as the task takes them
-    examples    chunks (windows with margins) or utterances
-    compress    one byte per value; features that are not stored so are rounded, with a range per utterance and dimension
-    block       examples of a block: the unit of reading and checking
-    repeat      pack everything so many times over: only to try out large corpora
+    """What to pack.
+
+    features, alignments   as the task takes them
+    examples    chunks (windows with context) or utterances
+    compress    one byte per value; uncompressed features are rounded, with a range per utterance and dimension
+    block       examples per block, the unit of reading and of checksums; 0: a default by kind of example
+    repeat      write every example N times: only for experiments with large archives
     """
 
     features: str
@@ -55,10 +62,16 @@ class Packing:
     def __post_init__(self) -> None:
         if self.examples not in KINDS:
             raise UsageError(
-                f"examples cannot be '{self.examples}'", where="pack", hint=did_you_mean(str(self.examples), KINDS)
+                f"examples must be chunks or utterances (got '{self.examples}')",
+                where="pack",
+                hint=did_you_mean(str(self.examples), KINDS),
             )
         if self.window < 1 or self.context < 0 or self.block < 0 or self.repeat < 1:
-            raise UsageError("window, context, block and repeat cannot be that small", where="pack")
+            raise UsageError(
+                "window and repeat must be >= 1, context and block >= 0 "
+                f"(got {self.window}, {self.repeat}, {self.context}, {self.block})",
+                where="pack",
+            )
 
     @property
     def whole(self) -> bool:
@@ -66,19 +79,19 @@ class Packing:
 
 
 class PackSource:
-    """Stores, opened, and what has to be packed from them."""
+    """Features and alignments, opened for packing."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
         self.features, self.targets = from_spec(packing.features), Alignments.open(Path(packing.alignments))
         self.ids = matching_utterances(self.features, self.targets, packing.features)
         self._bytes = isinstance(self.features, FeatureStore) and packing.compress
-        pasted = isinstance(self.features, ConcatFeatures)
+        concatenated = isinstance(self.features, ConcatFeatures)
         self.layout = Layout(
             window=0 if packing.whole else packing.window,
             context=packing.context,
             dim=self.features.dim if isinstance(self.features, ConcatFeatures) else self.features.static_dim,
-            deltas=0 if pasted else getattr(self.features, "deltas", 0),
+            deltas=0 if concatenated else getattr(self.features, "deltas", 0),
             compressed=packing.compress,
         )
 
@@ -87,8 +100,8 @@ class PackSource:
         frames = [self.features.frames(name) for name in self.ids]
         if not self.packing.whole:
             return windows.cut(frames, self.packing.window)
-        nothing = np.zeros(len(frames), np.int64)
-        return windows.WindowIndex(np.arange(len(frames)), nothing, nothing, 0)
+        zeros = np.zeros(len(frames), np.int64)
+        return windows.WindowIndex(np.arange(len(frames)), zeros, zeros, 0)
 
     @property
     def samples(self) -> int:
@@ -100,16 +113,16 @@ class PackSource:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """The shuffle of everything."""
-        return np.random.default_rng([self.packing.seed, DICE]).permutation(self.samples)
+        """Permutation of all examples."""
+        return np.random.default_rng([self.packing.seed, SHUFFLE_STREAM]).permutation(self.samples)
 
-    def about(self) -> ArchiveMetadata:
-        told = configuration(self.features, self.targets)
+    def metadata(self) -> ArchiveMetadata:
+        features = configuration(self.features, self.targets)
         source = {"features": self.packing.features, "alignments": self.packing.alignments, "examples": self.packing.examples}
-        return ArchiveMetadata(self.layout, self.packing.seed, self.block, told, self.targets.num_pdfs, source=source)
+        return ArchiveMetadata(self.layout, self.packing.seed, self.block, features, self.targets.num_pdfs, source=source)
 
     def expected_bytes(self) -> float:
-        """About what the archive will take."""
+        """Return the approximate size of the archive."""
         layout, samples = self.layout, self.samples
         frames = float(
             self.features.total_frames * self.packing.repeat if self.packing.whole else samples * self.packing.window
@@ -122,10 +135,10 @@ class PackSource:
         )
 
     def encoded(self, number: int) -> writer.EncodedBlock:
-        """One block."""
+        """Return one encoded block."""
         chosen = self.order[number * self.block : (number + 1) * self.block]
-        made = [self._example(int(one)) for one in chosen]
-        values, ranges, targets, repeated = (list(part) for part in zip(*made, strict=True))
+        examples = [self._example(int(index)) for index in chosen]
+        values, ranges, targets, repeated = (list(part) for part in zip(*examples, strict=True))
         data, frames = encode(self.layout, chosen, np.array(repeated), values, ranges, targets)
         return writer.EncodedBlock(data, len(chosen), frames, int(sum((t != IGNORE).sum() for t in targets)))
 
@@ -145,7 +158,7 @@ class PackSource:
         return values[np.clip(at, 0, total - 1)], ranges, targets, repeated
 
     def _stored(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Static features of an utterance as the archive keeps them, and their ranges."""
+        """Return the static features of an utterance as the archive stores them, and their ranges."""
         if self._bytes:
             assert isinstance(self.features, FeatureStore)
             return self.features.quantized(name)
@@ -158,15 +171,15 @@ class PackSource:
 
 
 def configuration(features: Any, targets: Alignments) -> dict[str, Any]:
-    """What decides whether an archive belongs to these features and alignments: how they were made, and of which utterances."""
-    spoken = json.dumps([[name, features.frames(name)] for name in features.ids]).encode()
+    """Return what an archive must have in common with features and alignments: options, utterances, tied states."""
+    lengths = json.dumps([[name, features.frames(name)] for name in features.ids]).encode()
     pdfs = targets._pdfs
-    states = np.ascontiguousarray(pdfs[:: max(1, len(pdfs) // SAMPLED)]).tobytes()
-    aligned = zlib.crc32((targets.folder / ALIGNMENTS_INDEX).read_bytes())
+    states = np.ascontiguousarray(pdfs[:: max(1, len(pdfs) // HASHED_FRAMES)]).tobytes()
+    index = zlib.crc32((targets.folder / ALIGNMENTS_INDEX).read_bytes())
     return {
         **json.loads(json.dumps(features.configuration)),
-        "utterances": f"{zlib.crc32(spoken):08x}",
-        "alignments": f"{zlib.crc32(states, aligned):08x}",
+        "utterances": f"{zlib.crc32(lengths):08x}",
+        "alignments": f"{zlib.crc32(states, index):08x}",
     }
 
 
@@ -186,24 +199,23 @@ def pack(
     *,
     jobs: int = 1,
     progress: str = "auto",
-    say: Callable[[str], None] = lambda text: None,
     shard_bytes: int = writer.SHARD_BYTES,
 ) -> Archive:
-    """Packs; returns the archive. Size and rate are said at the end."""
+    """Write an archive to `folder` and return it. Log its size and the rate."""
     began = time.monotonic()
     source = PackSource(packing)
     writer.require_free_space(folder, source.expected_bytes())
     numbers = range(-(-source.samples // source.block))
-    made = process_map(partial(_block, packing), numbers, jobs=jobs, progress=progress, chunk=2)
+    blocks = process_map(partial(_block, packing), numbers, jobs=jobs, progress=progress, chunk=2)
     try:
-        archive = writer.write(folder, source.about(), made, shard_bytes)
+        archive = writer.write(folder, source.metadata(), blocks, shard_bytes)
     finally:
-        made.close()  # type: ignore[attr-defined]
+        blocks.close()  # type: ignore[attr-defined]
         _sources.clear()
     seconds = max(time.monotonic() - began, 1e-9)
     size = sum(shard["bytes"] for shard in archive.metadata.shards)
     hours = archive.metadata.counted / 360_000
-    say(
+    logger.info(
         f"{folder}: {len(archive):,} {packing.examples}, {archive.metadata.counted:,} frames ({hours:.2f} h), "
         f"{len(archive.metadata.shards)} shards, {size / 1e6:.1f} MB ({size / max(archive.metadata.counted, 1):.0f} bytes a frame), "
         f"{seconds:.1f} s, {archive.metadata.counted / seconds:,.0f} frames/s"
@@ -211,38 +223,42 @@ def pack(
     return archive
 
 
-def archive_for(options: dict[str, Any], alignments: Path, *, jobs: int, progress: str, say: Callable[[str], None]) -> Path:
-    """The archive of a task's features and alignments, beside the alignments; packed unless it is there and fits."""
+def archive_for(options: dict[str, Any], alignments: Path, *, jobs: int, progress: str) -> Path:
+    """Return the archive of a task's features and alignments. Pack it if it is missing or belongs to other data."""
     packing = Packing(**{key: options[key] for key in ("features", "alignments", "window", "context")})
-    folder = alignments.resolve().with_name(alignments.name.replace("alignments", "archive"))
+    folder = archive_dir(alignments)
     if (folder / INDEX).exists():
         source = PackSource(packing)
         try:
-            told = configuration(source.features, source.targets)
-            Archive(folder).require(told, source.targets.num_pdfs, packing.window, packing.context)
+            features = configuration(source.features, source.targets)
+            Archive(folder).require(features, source.targets.num_pdfs, packing.window, packing.context)
             return folder
         except DataError as error:
-            say(f"  packing again: {error.message}")
-    pack(packing, folder, jobs=jobs, progress=progress, say=lambda text: say(f"  {text}"))
+            logger.info("  packing again: %s", error.message)
+    pack(packing, folder, jobs=jobs, progress=progress)
     return folder
 
 
-def packing_of(run: Path, told: dict[str, Any]) -> Packing:
-    """What `roundelay pack RUN` packs: what the run's network was trained on, unless told otherwise."""
-    task = run / "network" / "task.toml"
-    values: dict[str, Any] = {"features": str(run / "features" / "train"), "alignments": str(run / "alignments" / "train")}
-    if task.exists():
-        options = config.load(task).settings.task_options
+def packing_of(run: Path, settings: dict[str, Any]) -> Packing:
+    """Return what `roundelay pack RUN` packs: the training data of the run's network, changed by `settings`."""
+    layout = RunLayout(run)
+    training = layout.network() / run_files.CONFIG
+    values: dict[str, Any] = {
+        "features": str(layout.features("train")),
+        "alignments": str(layout.alignments() / "train"),
+    }
+    if training.exists():
+        options = config.load(training).settings.task_options
         values |= {key: options[key] for key in ("features", "alignments", "window", "context") if key in options}
-    known = {field.name for field in fields(Packing)}
-    for key in told:
-        if key not in known:
-            raise UsageError(f"there is no '{key}' here", where="pack", hint=did_you_mean(key, known))
-    return Packing(**{**values, **told})
+    names = {field.name for field in fields(Packing)}
+    for key in settings:
+        if key not in names:
+            raise UsageError(f"unknown key '{key}' for pack", where="pack", hint=did_you_mean(key, names))
+    return Packing(**{**values, **settings})
 
 
 def describe(archive: Archive) -> dict[str, Any]:
-    """The metrics of an archive, for people and programs."""
+    """Return the metrics of an archive for --json."""
     about = archive.metadata
     size = sum(shard["bytes"] for shard in about.shards)
     return {

@@ -1,4 +1,4 @@
-"""The acoustic model trained from an archive: the same model, loss and validation as `FrameTask`, other batches."""
+"""`FrameTask` with training batches from an archive. Model, loss and validation are the same."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from roundelay.speech.nnet.frame_task import FrameTask, device_of
 
 
 class PackedTask(FrameTask):
-    """`FrameTask` with an `archive` made by `roundelay pack` from the same features and alignments.
+    """`FrameTask` that reads an `archive` packed from the same features and alignments.
 
     speed   largest relative change of tempo, drawn per example and epoch; 0: none
-    noise   standard deviation of noise on the normalised static features; 0: none
+    noise   standard deviation of noise on the normalized static features; 0: none
     """
 
     def __init__(self, *, archive: str, speed: float = 0.0, noise: float = 0.0, **options: Any) -> None:
-        self._given = {"archive": archive, "speed": speed, "noise": noise, **options}
+        self._arguments = {"archive": archive, "speed": speed, "noise": noise, **options}
         if not 0 <= speed < 0.5 or not 0 <= noise < 10:
             raise UsageError(
-                f"speed {speed}, noise {noise}", where="task_options", hint="speed below 0.5, noise below 10; 0: none"
+                f"speed must be in [0, 0.5) and noise in [0, 10) (got {speed} and {noise})",
+                where="task_options",
+                hint="set them to 0 to switch them off",
             )
         self._archive = archive
         self._perturbation = Perturbation(speed, noise)
         super().__init__(**options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(PackedTask, **self._given), ()
+        return partial(PackedTask, **self._arguments), ()
 
     def _open_training(self, where: str) -> None:
         self.examples = Examples(self._archive, self.seed, self._perturbation)
@@ -48,14 +50,14 @@ class PackedTask(FrameTask):
 
     @property
     def frames_per_sample(self) -> float:
-        """Frames that count in an example, on average."""
+        """Mean number of frames per example that have a target."""
         return self.examples.archive.metadata.counted / len(self.examples)
 
     def batch(self, epoch: int, start: int, stop: int) -> Any:
-        made = self.examples.batch(epoch, start, stop)
-        self._augment([x[:length] for x, length in zip(made.x, made.lengths, strict=True)], made.numbers, epoch)
-        x, y = torch.from_numpy(made.x), torch.from_numpy(made.y)
-        return (x, y) if self.examples.archive.layout.window else (x, y, torch.from_numpy(made.lengths))
+        examples = self.examples.batch(epoch, start, stop)
+        self._augment([x[:length] for x, length in zip(examples.x, examples.lengths, strict=True)], examples.numbers, epoch)
+        x, y = torch.from_numpy(examples.x), torch.from_numpy(examples.y)
+        return (x, y) if self.examples.archive.layout.window else (x, y, torch.from_numpy(examples.lengths))
 
     def loss(self, module: nn.Module, batch: Any) -> Tensor:
         if len(batch) == 2:

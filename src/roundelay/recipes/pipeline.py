@@ -1,65 +1,90 @@
-"""Runs the stages of a recipe in order. What is done, and would be done the same way again, is skipped."""
+"""Run the stages of a recipe in order. Skip every stage whose inputs have not changed since it was done."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roundelay.core import interrupts
 from roundelay.errors import UsageError, did_you_mean
-from roundelay.recipes import kaldi_pipeline, stages
+from roundelay.recipes import data_stage, decode_stage, kaldi_pipeline, network_stage, stages
 from roundelay.recipes.config import Recipe, load
-from roundelay.recipes.stages import PipelineContext
-from roundelay.speech.nnet.lstm import model_folder
+from roundelay.recipes.data_stage import manifest_hash
+from roundelay.recipes.pipeline_context import PipelineContext
+
+logger = logging.getLogger(__name__)
+
+
+def no_files(recipe: Recipe) -> Iterable[Path]:
+    return ()
 
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A step of the road and the parts of the recipe that decide what it gives."""
+    """One stage: a function, and everything that decides its output."""
 
     name: str
-    do: Callable[[PipelineContext], Any]
+    run: Callable[[PipelineContext], Any]
     parts: tuple[str, ...]
+    """Sections of the recipe, or section.key, that decide the output."""
     systems: tuple[str, ...] = ()
-    """Only needed where the recipe asks for one of these systems."""
-    about: str = ""
-    """What it does, in a sentence for people who have not done this before."""
-    aside: Callable[[Recipe], bool] = lambda recipe: False
-    """Whether the stages behind it do without what it makes: then they need not be done again when it is."""
+    """Run the stage only if the recipe has one of these systems. Empty: always."""
+    description: str = ""
+    """A sentence that is logged when the stage starts. Default: its name."""
+    is_optional_input: Callable[[Recipe], bool] = lambda recipe: False
+    """True if later stages do not depend on this stage's output, so re-running it does not invalidate them."""
+    files: Callable[[Recipe], Iterable[Path]] = no_files
+    """Files outside the run directory that the stage reads."""
 
 
 def with_pretraining(train: Callable[[PipelineContext], Any]) -> Callable[[PipelineContext], Any]:
-    """Training, after the recipe whose network it begins from has come as far as its own."""
+    """Return a stage that runs the pretraining recipe up to its network, if there is one, and then `train`."""
 
-    def do(work: PipelineContext) -> Any:
-        before = stages.pretraining_run(work)
+    def run(context: PipelineContext) -> Any:
+        before = network_stage.pretraining_run(context)
         if before is not None:
-            work.say(f"  it begins from the network of {before.recipe.folder.name}, in {before.run}")
+            logger.info("  initialized from the network of %s, in %s", before.recipe.folder.name, before.run)
             run_stages(before, stages_of(before.recipe), "network")
-        return train(work)
+        return train(context)
 
-    return do
+    return run
 
 
 STAGES = (
-    PipelineStage("data", stages.data, ("sources", "dev_share", "seed", "language", "speed_perturb")),
-    PipelineStage("features", stages.features, ("features",)),
-    PipelineStage("mono", stages.mono, ("mono",)),
-    PipelineStage("tri", stages.tri, ("tri",), ("tri", "sat", "lstm")),
-    PipelineStage("align", stages.align, (), ("lstm",)),
-    PipelineStage("sat", stages.sat, ("sat",), ("sat",), aside=lambda recipe: not recipe.network.adapted),
-    PipelineStage("network", with_pretraining(stages.network), ("network", "train", "seed", "realign_passes"), ("lstm",)),
-    PipelineStage("graph", stages.graph, ("language",)),
-    PipelineStage("decode", stages.decode, ("decode", "scales", "dev_utterances", "systems", "sat")),
-    PipelineStage("score", stages.score_all, ()),
+    PipelineStage(
+        "data",
+        data_stage.prepare_data,
+        ("sources", "dev_share", "seed", "language", "speed_perturb"),
+        files=data_stage.source_files,
+    ),
+    PipelineStage("features", stages.extract_features, ("features",)),
+    PipelineStage("mono", stages.train_monophones, ("mono",)),
+    PipelineStage("tri", stages.train_triphones, ("tri",), ("tri", "sat", "lstm")),
+    PipelineStage("align", stages.align_with_gmm, (), ("lstm",)),
+    PipelineStage(
+        "sat",
+        stages.train_speaker_adapted,
+        ("sat",),
+        ("sat",),
+        is_optional_input=lambda recipe: not recipe.network.adapted,
+    ),
+    PipelineStage(
+        "network",
+        with_pretraining(network_stage.train_networks),
+        ("network", "train", "seed", "realign_passes"),
+        ("lstm",),
+    ),
+    PipelineStage("graph", decode_stage.build_graphs, ("language",)),
+    PipelineStage("decode", decode_stage.decode_systems, ("decode", "scales", "dev_utterances", "systems", "sat")),
+    PipelineStage("score", decode_stage.score_systems, ()),
 )
-# Not the whole of `given`: another graph or test set must not train the network again.
-TRAINED_ON = (
+TRAINING_INPUTS = (
     "num_pdfs",
     "train_features",
     "train_alignments",
@@ -68,92 +93,108 @@ TRAINED_ON = (
     "transitions",
     "alignment_labels",
 )
-GIVEN_STAGES = (
-    PipelineStage("states", kaldi_pipeline.states, tuple(f"kaldi.{key}" for key in TRAINED_ON)),
-    PipelineStage("network", with_pretraining(kaldi_pipeline.network), ("network", "train", "seed")),
-    PipelineStage("decode", kaldi_pipeline.decode, ("kaldi", "decode", "scales", "dev_utterances")),
-    PipelineStage("score", kaldi_pipeline.score_all, ()),
+"""Keys of [kaldi] that decide the network. Another graph or test set must not train it again."""
+KALDI_STAGES = (
+    PipelineStage(
+        "states",
+        kaldi_pipeline.read_states,
+        tuple(f"kaldi.{key}" for key in TRAINING_INPUTS),
+        files=kaldi_pipeline.training_files,
+    ),
+    PipelineStage("network", with_pretraining(kaldi_pipeline.train_on_kaldi_features), ("network", "train", "seed")),
+    PipelineStage(
+        "decode",
+        kaldi_pipeline.decode_test_set,
+        ("kaldi", "decode", "scales", "dev_utterances"),
+        files=kaldi_pipeline.decoding_files,
+    ),
+    PipelineStage("score", kaldi_pipeline.score_test_set, ()),
 )
 
 
 def stages_of(recipe: Recipe) -> Sequence[PipelineStage]:
-    return GIVEN_STAGES if recipe.kaldi is not None else STAGES
+    return KALDI_STAGES if recipe.kaldi is not None else STAGES
 
 
-def run_recipe(work: PipelineContext, until: str = "") -> dict[str, Any]:
-    """All stages (or those up to `until`); returns what result.json holds, so far as it is there."""
-    check_stage(work.recipe, until)
-    stages.pretraining_run(work)  # validate the run directory now, not after hours of work
-    run_stages(work, stages_of(work.recipe), until)
-    result = work.run / "result.json"
+def run_recipe(context: PipelineContext, until: str = "") -> dict[str, Any]:
+    """Run all stages, or those up to `until`. Return the contents of result.json, or {} if the run did not get there."""
+    network_stage.pretraining_run(context)  # validate the run directory now, not after hours of work
+    run_stages(context, stages_of(context.recipe), until)
+    result = context.layout.result
     return json.loads(result.read_text()) if result.exists() and not until else {}
 
 
 def check_stage(recipe: Recipe, name: str) -> None:
-    """Raise a UsageError unless `name` is empty or a stage of the recipe."""
+    """Raise UsageError unless `name` is empty or a stage of the recipe."""
     names = [stage.name for stage in stages_of(recipe)]
     if name and name not in names:
         raise UsageError(f"unknown stage '{name}'", where="--until", hint=did_you_mean(name, names))
 
 
-def run_stages(work: PipelineContext, road: Sequence[PipelineStage], until: str = "") -> None:
-    """Stages in order, up to `until`; what is done, and would be done the same way again, is skipped."""
-    names = [stage.name for stage in road]
+def run_stages(context: PipelineContext, stages: Sequence[PipelineStage], until: str = "") -> None:
+    """Run the stages in order, up to `until`. Skip a stage whose stamp has the current fingerprint.
+
+    Raises KeyboardInterrupt after an interrupt; finished stages keep their stamps.
+    """
+    names = [stage.name for stage in stages]
     if until and until not in names:
-        raise UsageError(f"there is no stage '{until}'", where="--until", hint=did_you_mean(until, names))
-    marks = work.run / "stages"
-    marks.mkdir(parents=True, exist_ok=True)
+        raise UsageError(f"unknown stage '{until}'", where="--until", hint=did_you_mean(until, names))
+    context.layout.stamps.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    for stage, its_print in planned(work.recipe, road):
-        mark = marks / f"{stage.name}.json"
+    for stage, fingerprint in stage_fingerprints(context.recipe, stages):
+        stamp = context.layout.stamp(stage.name)
         interrupts.raise_if_interrupted()
-        if mark.exists() and json.loads(mark.read_text())["fingerprint"] == its_print:
-            work.say(f"{stage.name}: done before")
+        if stamp.exists() and json.loads(stamp.read_text())["fingerprint"] == fingerprint:
+            logger.info("%s: done before", stage.name)
         else:
-            work.say(stage.about or f"{stage.name} …")
-            mark.unlink(missing_ok=True)
+            logger.info("%s", stage.description or f"{stage.name} …")
+            stamp.unlink(missing_ok=True)
             started = time.monotonic()
-            stage.do(work)
+            stage.run(context)
             seconds = round(time.monotonic() - started, 1)
-            part = mark.with_suffix(".part")
-            part.write_text(json.dumps({"fingerprint": its_print, "seconds": seconds}))
-            part.replace(mark)  # whole or not at all
-            work.say(f"{stage.name}: {seconds:.0f} s")
+            partial = stamp.with_suffix(".part")
+            partial.write_text(json.dumps({"fingerprint": fingerprint, "seconds": seconds}))
+            partial.replace(stamp)  # atomic: a stamp is complete or absent
+            logger.info("%s: %.0f s", stage.name, seconds)
         if stage.name == until:
             break
-    work.say(f"all: {time.monotonic() - began:.0f} s")
+    logger.info("all: %.0f s", time.monotonic() - began)
 
 
-def planned(recipe: Recipe, road: Sequence[PipelineStage]) -> list[tuple[PipelineStage, str]]:
-    """The stages that a recipe needs, each with the fingerprint of all that decides what it gives."""
-    found, before = [], ""
-    for stage in road:
+def stage_fingerprints(recipe: Recipe, stages: Sequence[PipelineStage]) -> list[tuple[PipelineStage, str]]:
+    """Return the stages that a recipe needs, each with its fingerprint. Reads the metadata of all source files."""
+    rows: list[tuple[PipelineStage, str]] = []
+    before = ""
+    for stage in stages:
         if stage.systems and not set(stage.systems) & set(recipe.systems):
             continue
-        its_print = fingerprint(recipe, stage, before)
-        found.append((stage, its_print))
-        before = before if stage.aside(recipe) else its_print
-    return found
+        fingerprint = stage_fingerprint(recipe, stage, before)
+        rows.append((stage, fingerprint))
+        before = before if stage.is_optional_input(recipe) else fingerprint
+    return rows
 
 
-def fingerprint(recipe: Recipe, stage: PipelineStage, before: str) -> str:
-    """Of everything that decides what a stage gives: its settings and the stages before it."""
+def stage_fingerprint(recipe: Recipe, stage: PipelineStage, before: str) -> str:
+    """Return a hash of everything that decides a stage's output: settings, source files, and the stages `before` it."""
     parts = {name: recipe.part(name) for name in stage.parts}
     if "network" in parts and recipe.network.init_from:
         parts["network"]["init_from"] = pretrained_fingerprint(recipe)
-    return hashlib.sha256(json.dumps([before, stage.name, parts], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    contents = [before, stage.name, parts, manifest_hash(stage.files(recipe))]
+    return hashlib.sha256(json.dumps(contents, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def pretrained_fingerprint(recipe: Recipe) -> str:
-    """What the network begins from, as a fingerprint: all that decides another recipe's network, or the weights themselves."""
+    """Return a hash of the initial weights: the fingerprint of another recipe's network, or of the weights themselves."""
     if recipe.pretraining_recipe is None:
-        return stages.weights_hash(model_folder(Path(recipe.network.init_from)))
+        model = network_stage.initial_model(recipe)
+        return network_stage.weights_hash(model) if model is not None else ""
     before = load(recipe.pretraining_recipe)
-    return next(its_print for stage, its_print in planned(before, stages_of(before)) if stage.name == "network")
+    rows = stage_fingerprints(before, stages_of(before))
+    return next(fingerprint for stage, fingerprint in rows if stage.name == "network")
 
 
 def table(result: dict[str, Any]) -> str:
-    """The word error rates for people."""
+    """Return the word error rates as a text table."""
     lines = [f"{'set':<12} {'system':<8} {'WER':>6}  {'95 % interval':<16} words  speakers"]
     for r in result["systems"]:
         interval = f"{r['low']:.2f} - {r['high']:.2f}"

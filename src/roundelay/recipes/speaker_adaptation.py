@@ -1,50 +1,54 @@
-"""Which features a system takes of a set, where they are adapted to the voices in it: recognised, adapted, recognised again."""
+"""Speaker-adapted features of a run: decode, estimate a transform per speaker from the hypotheses, decode again."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
-from roundelay.recipes.systems import FIRST_PASS, chosen_scale, graph_of, open_system, read_about
+from roundelay.recipes.run_layout import FIRST_PASS, LSTM, RunLayout
+from roundelay.recipes.systems import chosen_scale, open_system, read_info
 from roundelay.speech.decode import DecodeOptions, decode_all
 from roundelay.speech.features.feature_store import ConcatFeatures, Stream
 from roundelay.speech.hmm.adaptation import AdaptedFeatures, adapt
 from roundelay.speech.hmm.lexicon import Lexicon
 from roundelay.speech.hmm.model import AlignmentModel
 
-Said = Mapping[str, Sequence[str]]
-ADAPTED = "adapted"
-"""The folder of a run with the transforms of its training and development speakers."""
-SETTINGS = "sat.json"
+Transcripts = Mapping[str, Sequence[str]]
+"""Words by utterance."""
 
 
-def takes_adapted(run: Path, system: str) -> bool:
-    return system == "sat" or (system == "lstm" and bool(read_about(run / system).get("adapted")))
+def uses_adapted_features(layout: RunLayout, system: str) -> bool:
+    return system == "sat" or (system == LSTM and bool(read_info(layout.system(system)).get("adapted")))
 
 
-def stream_for(run: Path, system: str, store: Stream, voices: Callable[[], Stream]) -> Stream:
-    """The features that a system of a run was trained on: those of the store, or with `voices`, the same adapted."""
-    if not takes_adapted(run, system):
+def stream_for(layout: RunLayout, system: str, store: Stream, adapted: Callable[[], Stream]) -> Stream:
+    """Return the features that a system was trained on: the store, its adapted version, or both concatenated.
+
+    `adapted` computes the adapted version. It is only called if the system uses it.
+    """
+    if not uses_adapted_features(layout, system):
         return store
-    return voices() if system == "sat" else ConcatFeatures([store, voices()])
+    return adapted() if system == "sat" else ConcatFeatures([store, adapted()])
 
 
-def adapt_supervised(run: Path, store: Stream, said: Said, *, jobs: int = 1, progress: str = "auto") -> AdaptedFeatures:
-    """The store through transforms estimated from words, transcripts or recognised ones."""
-    model, lexicon = AlignmentModel.load(run / FIRST_PASS), Lexicon.read(run / "data" / "lexicon.txt")
-    prior = float(json.loads((run / ADAPTED / SETTINGS).read_text())["prior_frames"])
-    return adapt(model, store, said, lexicon, prior_frames=prior, jobs=jobs, progress=progress)
+def adapt_supervised(
+    layout: RunLayout, store: Stream, transcripts: Transcripts, *, jobs: int = 1, progress: str = "auto"
+) -> AdaptedFeatures:
+    """Return the store with a transform per speaker, estimated from transcripts."""
+    model, lexicon = AlignmentModel.load(layout.system(FIRST_PASS)), Lexicon.read(layout.lexicon)
+    prior = float(json.loads(layout.adapted_settings.read_text())["prior_frames"])
+    return adapt(model, store, transcripts, lexicon, prior_frames=prior, jobs=jobs, progress=progress)
 
 
-def first_pass(run: Path, store: Stream, *, jobs: int = 1, progress: str = "auto") -> Said:
-    """What the tied-state GMM recognises, in features that know nothing of voices."""
-    system, options = open_system(run, FIRST_PASS), DecodeOptions(acoustic_scale=chosen_scale(run, FIRST_PASS))
-    graph, scores = run / graph_of(FIRST_PASS), partial(system.scores, store)
-    return decode_all(graph, scores, store.ids, options, jobs=jobs, progress=progress).words
+def first_pass(layout: RunLayout, store: Stream, *, jobs: int = 1, progress: str = "auto") -> Transcripts:
+    """Return the hypotheses of the tied-state GMM on features that are not adapted."""
+    system, options = open_system(layout, FIRST_PASS), DecodeOptions(acoustic_scale=chosen_scale(layout, FIRST_PASS))
+    scores = partial(system.scores, store)
+    return decode_all(layout.graph(FIRST_PASS), scores, store.ids, options, jobs=jobs, progress=progress).words
 
 
-def adapt_unsupervised(run: Path, store: Stream, *, jobs: int = 1, progress: str = "auto") -> AdaptedFeatures:
-    """Adapted to what a first pass has recognised: nobody has to know what was said."""
-    return adapt_supervised(run, store, first_pass(run, store, jobs=jobs, progress=progress), jobs=jobs, progress=progress)
+def adapt_unsupervised(layout: RunLayout, store: Stream, *, jobs: int = 1, progress: str = "auto") -> AdaptedFeatures:
+    """Return the store with a transform per speaker, estimated from the hypotheses of the first pass."""
+    hypotheses = first_pass(layout, store, jobs=jobs, progress=progress)
+    return adapt_supervised(layout, store, hypotheses, jobs=jobs, progress=progress)

@@ -1,4 +1,4 @@
-"""Trained systems: whatever gives the decoder a score for every tied state of every frame."""
+"""Acoustic systems of a run: models that score every tied state of every frame for the decoder."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from roundelay.errors import DataError
+from roundelay.recipes.run_layout import LSTM, RunLayout, scale_file
 from roundelay.speech import memory_guard
 from roundelay.speech.decode import DecodeOptions
 from roundelay.speech.features.feature_store import Stream
 from roundelay.speech.hmm.model import AlignmentModel
-from roundelay.speech.nnet.lstm import AcousticModel
+from roundelay.speech.nnet.lstm import SHAPE_FILE, AcousticModel
 
 PRIORS_FILE = "priors.safetensors"
 SCORE_COPIES = 3
-"""Logits, log posteriors and scores are in memory together."""
-SYSTEMS = {"mono": "monophone GMM", "tri": "tied-state GMM", "sat": "tied-state GMM adapted to speakers", "lstm": "LSTM"}
-FIRST_PASS = "tri"
-"""The system whose words others adapt to."""
+"""Logits, log posteriors and scores are in memory at the same time."""
+SYSTEMS = {"mono": "monophone GMM", "tri": "tied-state GMM", "sat": "speaker-adapted tied-state GMM", LSTM: "LSTM"}
 
 
 class System(Protocol):
-    """Something that has been trained."""
+    """A trained acoustic model."""
 
     def scores(self, store: Stream, utterance: str) -> np.ndarray:
-        """Log-likelihoods up to a constant per frame, [frames, tied states]."""
+        """Return log-likelihoods up to a constant per frame, [frames, tied states]."""
 
 
 @dataclass
 class GmmSystem:
+    """Scores of a GMM-HMM: log p(x|s)."""
+
     model: AlignmentModel
 
     def scores(self, store: Stream, utterance: str) -> np.ndarray:
@@ -43,7 +44,7 @@ class GmmSystem:
 
 @dataclass
 class NetworkSystem:
-    """log p(x|s) = log p(s|x) - log p(s) + const"""
+    """Scores of a network: log p(x|s) = log p(s|x) - log p(s) + const."""
 
     model: AcousticModel
     log_priors: np.ndarray
@@ -55,35 +56,35 @@ class NetworkSystem:
         return self.model.log_posteriors(store[utterance]) - self.log_priors
 
 
-def open_system(run: Path, name: str) -> System:
-    """A system of a run directory."""
-    folder = run / name
-    if not folder.is_dir():
-        there = [known for known in SYSTEMS if (run / known).is_dir()]
-        raise DataError(f"this run has no system '{name}'", where=str(run), hint=f"it has: {', '.join(there) or 'none yet'}")
-    if name != "lstm":
-        return GmmSystem(AlignmentModel.load(folder))
+def open_system(layout: RunLayout, name: str) -> System:
+    """Load a system of a run. Raise DataError if the run does not have it."""
+    directory = layout.system(name)
+    if not directory.is_dir():
+        available = [system for system in SYSTEMS if layout.system(system).is_dir()]
+        raise DataError(
+            f"this run has no system '{name}'",
+            where=str(layout.run),
+            hint=f"choose one of its systems: {', '.join(available) or 'none is trained yet'}",
+        )
+    if name != LSTM:
+        return GmmSystem(AlignmentModel.load(directory))
     torch.set_num_threads(1)
-    return NetworkSystem(AcousticModel.load(folder), load_file(str(folder / PRIORS_FILE))["log_priors"])
+    return NetworkSystem(AcousticModel.load(directory), load_file(str(directory / PRIORS_FILE))["log_priors"])
 
 
-def chosen_scale(run: Path, system: str) -> float:
-    """The acoustic scale that dev has chosen."""
-    path = run / "decode" / system / "scale.json"
+def chosen_scale(layout: RunLayout, system: str) -> float:
+    """Return the acoustic scale that dev chose for a system, or the default if it was not decoded yet."""
+    path = scale_file(layout.decode(system))
     return float(json.loads(path.read_text())["acoustic_scale"]) if path.exists() else DecodeOptions().acoustic_scale
 
 
-def graph_of(name: str) -> str:
-    """The decoding graph a system uses: the network shares that of the tied states it was trained on."""
-    return "graph-mono" if name == "mono" else "graph-tri"
-
-
-def save_network(folder: Path, model: AcousticModel, counts: np.ndarray, about: dict[str, object]) -> None:
-    """The network with the priors of its outputs. A state that was never seen counts as seen half a time."""
+def save_network(directory: Path, model: AcousticModel, counts: np.ndarray, info: dict[str, object]) -> None:
+    """Save a network with the log priors of its outputs. A state without frames gets half a count."""
     smoothed = np.maximum(counts, 0.5)
-    model.save(folder, about)
-    save_file({"log_priors": np.log(smoothed / smoothed.sum()).astype(np.float32)}, str(folder / PRIORS_FILE))
+    model.save(directory, info)
+    save_file({"log_priors": np.log(smoothed / smoothed.sum()).astype(np.float32)}, str(directory / PRIORS_FILE))
 
 
-def read_about(folder: Path) -> dict[str, object]:
-    return json.loads((folder / "model.json").read_text())
+def read_info(directory: Path) -> dict[str, object]:
+    """Return model.json of a saved network."""
+    return json.loads((directory / SHAPE_FILE).read_text())

@@ -1,4 +1,4 @@
-"""How a run was made: its commands, environment, configuration and stages."""
+"""The provenance section: commands, environment, configuration and stages of a run."""
 
 from __future__ import annotations
 
@@ -7,68 +7,69 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from roundelay.metrics.run_files import CONFIG
 from roundelay.report.html import card, flattened, table
 from roundelay.report.run_reader import RunView
-from roundelay.report.svg_axes import duration, number
+from roundelay.report.svg import duration, number
 
 
 def details(run: RunView) -> str:
-    """Configuration, environment, commands of one run."""
+    """Return the card of one run."""
     parts = [f"<p>{escape(str(run.path))}: {escape(run.state)}.</p>"]
     for rank, event in sorted(run.lost.items()):
-        parts.append(f'<p class="warn">Rank {rank} was lost: {escape(str(event.get("why") or "no reason was recorded"))}.</p>')
+        parts.append(f'<p class="warn">Rank {rank} was lost: {escape(str(event.get("why") or "unknown reason"))}.</p>')
     for stall in run.stalls[:5]:
         ranks = ", ".join(str(r) for r in stall.get("waiting_for") or [])
-        parts.append(f'<p class="warn">All waited {number(stall.get("waited_s"), 3)} s for rank {escape(ranks)}.</p>')
-    parts.append("<h3>The command to repeat it</h3><pre>" + escape("\n".join(commands(run))) + "</pre>")
-    about = run.start.get("environment")
-    if isinstance(about, Mapping):
+        parts.append(f'<p class="warn">All ranks waited {number(stall.get("waited_s"), 3)} s for rank {escape(ranks)}.</p>')
+    parts.append("<h3>Commands to repeat the run</h3><pre>" + escape("\n".join(commands(run))) + "</pre>")
+    environment = run.start.get("environment")
+    if isinstance(environment, Mapping):
         start, batches = run.start, run.start.get("batches") or []
-        known = {
-            "versions": ", ".join(f"{k} {v}" for k, v in (about.get("versions") or {}).items()),
-            "system": about.get("system"),
-            "processor": about.get("processor"),
-            "cores": about.get("cores"),
-            "memory": f"{about['memory_gb']} GB" if about.get("memory_gb") else None,
-            "device": about.get("device"),
-            "threads per learner": about.get("threads"),
+        rows = {
+            "versions": ", ".join(f"{k} {v}" for k, v in (environment.get("versions") or {}).items()),
+            "system": environment.get("system"),
+            "processor": environment.get("processor"),
+            "cores": environment.get("cores"),
+            "memory": f"{environment['memory_gb']} GB" if environment.get("memory_gb") else None,
+            "device": environment.get("device"),
+            "threads per learner": environment.get("threads"),
             "machines": ", ".join(sorted(set(map(str, start.get("hosts") or [])))),
             "parameters": number(start["parameters"]) if start.get("parameters") else None,
             "global batch": f"{sum(batches)}{' = ' + ' + '.join(map(str, batches)) if 1 < len(batches) <= 8 else ''}",
         }
-        parts.append(f"<h3>Environment</h3>{facts(known)}")
-    elif run.engine is not None:
-        parts.append('<p class="small">This run did not record its environment: it was made by an older version.</p>')
+        parts.append(f"<h3>Environment</h3>{facts(rows)}")
+    elif run.training is not None:
+        parts.append('<p class="small">The run did not record its environment.</p>')
     if run.settings:
         flat = flattened(run.settings)
-        parts.append(f"<details><summary>Configuration, {len(flat)} settings (config.toml)</summary>{facts(flat)}</details>")
+        parts.append(f"<details><summary>Configuration, {len(flat)} settings ({CONFIG})</summary>{facts(flat)}</details>")
     if run.stages:
-        rows = [[escape(name), duration(s)] for name, s in run.stages.items()]
-        parts.append(f"<details><summary>Stages of the recipe</summary>{table(['stage', 'time'], rows)}</details>")
+        times = [[escape(name), duration(s)] for name, s in run.stages.items()]
+        parts.append(f"<details><summary>Stages of the recipe</summary>{table(['stage', 'time'], times)}</details>")
     return card("".join(parts), heading=run.name, figure="details")
 
 
 def commands(run: RunView) -> list[str]:
-    """As it was typed, where that is known; and from the settings that the run keeps."""
-    found = []
-    about = run.typed or run.start.get("environment") or {}
-    typed = about.get("command")
-    if isinstance(typed, list) and len(typed) > 1:
-        name = "roundelay" if "roundelay" in str(typed[0]) else f"python {shlex.quote(str(typed[0]))}"
-        words = [str(a) for a in typed[1:]]
+    """Return the recorded command, if there is one, and the command that repeats the training from its settings."""
+    lines = []
+    origin = run.command or run.start.get("environment") or {}
+    argv = origin.get("command")
+    if isinstance(argv, list) and len(argv) > 1:
+        name = "roundelay" if "roundelay" in str(argv[0]) else f"python {shlex.quote(str(argv[0]))}"
+        words = [str(a) for a in argv[1:]]
         if words[-1].startswith('run="') and any(w.startswith("run=") for w in words[:-1]):
-            words.pop()  # what the command has handed to its learners
-        arguments = shlex.join(words)
-        found += [f"cd {shlex.quote(str(about.get('folder') or '.'))}", f"{name} {arguments}"]
+            words.pop()  # added by the launcher for its learners
+        lines += [f"cd {shlex.quote(str(origin.get('folder') or '.'))}", f"{name} {shlex.join(words)}"]
     if run.settings:
-        if found:
-            found.append(f"# {'the network alone' if run.typed else 'or'}, from the settings that the run keeps:")
-        found.append(f"roundelay train {shlex.quote(str((run.engine or run.path) / 'config.toml'))} run=runs/again resume=no")
-    return found or ["# not recorded"]
+        if lines:
+            lines.append(f"# {'only the network' if run.command else 'or'}, from the recorded settings:")
+        lines.append(f"roundelay train {shlex.quote(str((run.training or run.path) / CONFIG))} run=runs/again resume=no")
+    return lines or ["# not recorded"]
 
 
-def facts(known: Mapping[str, Any]) -> str:
+def facts(values: Mapping[str, Any]) -> str:
+    """Return a definition list; empty values are left out."""
     rows = "".join(
-        f"<div><dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd></div>" for k, v in known.items() if v not in (None, "")
+        f"<div><dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd></div>" for k, v in values.items() if v not in (None, "")
     )
     return f'<dl class="facts">{rows}</dl>'

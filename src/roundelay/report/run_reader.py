@@ -1,6 +1,6 @@
-"""Reads a run directory: an engine's run, or a recipe's with its network, result and stages.
+"""Read a run directory: a training run, or the run of a recipe with its network, result and stages.
 
-Whatever is missing, cut off or from an older version is left out; only a folder that holds no run at all is an error.
+Missing or truncated files are tolerated. Only a directory without any run is an error.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from typing import Any
 
 from roundelay.errors import UsageError
 from roundelay.metrics.events import read_events
+from roundelay.metrics.run_files import COMMAND, CONFIG, EVENTS, NETWORK, RESULT, STAMPS, training_dir
 
 Event = dict[str, Any]
-EVENTS = "events.jsonl"
 
 
 @dataclass
 class WerResult:
-    """What was heard: word error rates by system and set, differences between systems, the errors made most often."""
+    """Word error rates by system and set, paired comparisons of systems, and the most frequent confusions."""
 
     systems: list[dict[str, Any]] = field(default_factory=list)
     paired: list[dict[str, Any]] = field(default_factory=list)
     confusions: list[dict[str, Any]] = field(default_factory=list)
-    """{"name": system, "set": …, "ref": …, "hyp": …, "times": …}, the most frequent first."""
+    """{"name": system, "set": …, "ref": …, "hyp": …, "count": …}, the most frequent first."""
 
 
 @dataclass
 class RunView:
-    """A run as a report sees it. Times are seconds of training: what lay between a stop and a resume is taken out."""
+    """A run as a report shows it. Times are seconds of training, without the time between a stop and a resume."""
 
     name: str
     path: Path
-    engine: Path | None
-    """The folder with the events; None for a recipe that has not trained yet."""
+    training: Path | None
+    """The directory with the events; None for a recipe that has not trained yet."""
     settings: dict[str, Any]
     words: WerResult
     stages: dict[str, float]
-    typed: dict[str, Any]
-    """A recipe's command and the folder it was typed in."""
+    command: dict[str, Any]
+    """The command that started a recipe, and its working directory; empty for a training run."""
     start: Event = field(default_factory=dict)
     steps: dict[int, list[Event]] = field(default_factory=dict)
-    """By rank; each with `at`, the second it was written, and `from`, the second it began."""
+    """Step events by rank, with their begin (`from`) and end (`at`) in seconds."""
     evaluations: list[Event] = field(default_factory=list)
     checkpoints: list[Event] = field(default_factory=list)
     lost: dict[int, Event] = field(default_factory=dict)
@@ -60,16 +60,13 @@ class RunView:
 
     @cached_property
     def learners(self) -> int:
-        told = self.start.get("learners")
-        return (
-            int(told)
-            if told
-            else max([*self.steps, *self.summaries, *self.lost, int(self.settings.get("learners", 1)) - 1]) + 1
-        )
+        if self.start.get("learners"):
+            return int(self.start["learners"])
+        return max([*self.steps, *self.summaries, *self.lost, int(self.settings.get("learners", 1)) - 1]) + 1
 
     @cached_property
     def seconds(self) -> float | None:
-        """From the first step to the last."""
+        """Seconds from the begin of the first step to the end of the last."""
         ends = [e["at"] for events in self.steps.values() for e in events]
         begins = [e["from"] for events in self.steps.values() for e in events]
         return max(ends) - min(begins) if ends else None
@@ -84,63 +81,56 @@ class RunView:
 
     @property
     def final(self) -> dict[str, float]:
-        """Held-out metrics of the model the run ended with, or of the last one judged."""
+        """Validation metrics of the final model, or of the last evaluated checkpoint."""
         last = [e for e in self.evaluations if e.get("final")] or self.evaluations
         return dict(last[-1].get("metrics") or {}) if last else {}
 
     @property
     def position(self) -> int:
-        """Global samples done."""
+        """Global samples at the last event."""
         done = [int(e.get("position") or 0) for events in self.steps.values() for e in events]
         return max([*done, *(int(e.get("position") or 0) for e in self.evaluations)], default=0)
 
     @property
     def state(self) -> str:
-        if self.engine is None:
-            return "no training recorded"
+        if self.training is None:
+            return "without a training run"
         if self.ended is not None or any(e.get("final") for e in self.evaluations):
             return "finished" if not self.lost else f"finished without {', '.join(f'rank {r}' for r in sorted(self.lost))}"
         total = self.start.get("total")
         share = f" at {100 * self.position / total:.0f} %" if total else ""
-        return f"not finished{share}: still going on, or stopped"
+        return f"not finished{share}: running or stopped"
 
     def wer(self) -> dict[str, Any] | None:
-        """The word error rate of the trained network on the first test set; of the last system where there is none."""
+        """Return the word error rate of the network on the first test set, or of the last system if there is no network."""
         rows = [r for r in self.words.systems if r.get("name") == "lstm"] or self.words.systems[-1:]
         return rows[0] if rows else None
 
 
-def engine_folder(path: Path) -> Path | None:
-    """Where the events lie: the folder itself, or the last network of a recipe's run."""
-    if (path / EVENTS).is_file():
-        return path
-    found = [p for p in path.glob("network*") if (p / EVENTS).is_file()]
-    return max(found, key=lambda p: int(p.name.partition("-")[2] or 1)) if found else None
-
-
 def read_run(path: str | Path, name: str = "", words: WerResult | None = None) -> RunView:
-    """The run in this folder. `words` replaces what result.json says."""
+    """Read the run in a directory. `words` replaces the contents of result.json. Raise UsageError if it holds no run."""
     path = Path(path)
     if not path.is_dir():
-        raise UsageError(f"there is no folder {path}", where="RUN", hint="give a run directory: what `run=…` named, or runs/…")
-    engine = engine_folder(path)
-    result = _json(path / "result.json")
-    if engine is None and "systems" not in result and not (path / "config.toml").is_file():
-        inside = sorted(p.name for p in path.iterdir() if p.is_dir() and engine_folder(p) is not None)[:5]
+        raise UsageError(f"the run directory {path} does not exist", where="RUN", hint="name a directory such as runs/spoken")
+    training = training_dir(path)
+    result = _json(path / RESULT)
+    if training is None and "systems" not in result and not (path / CONFIG).is_file():
+        inside = sorted(p.name for p in path.iterdir() if p.is_dir() and training_dir(p) is not None)[:5]
         raise UsageError(
-            f"{path} is not a run: it holds no {EVENTS}, no network/ and no result.json",
+            f"{path} is not a run directory: it has no {EVENTS}, no {NETWORK}/ and no {RESULT}",
             where="RUN",
-            hint=f"give a folder in it: {', '.join(inside)}" if inside else "give what `roundelay train` or `run` has written",
+            hint=f"name a directory inside it: {', '.join(inside)}" if inside else "name a directory such as runs/spoken",
         )
-    heard = words or WerResult(result.get("systems") or [], result.get("paired") or [])
-    settings, typed = _toml((engine or path) / "config.toml"), _json(path / "command.json")
-    run = RunView(name or path.resolve().name, path, engine, settings, heard, _stages(path), typed)
-    if engine is not None:
-        _sort(run, list(read_events(engine / EVENTS)))
+    words = words or WerResult(result.get("systems") or [], result.get("paired") or [])
+    settings, command = _toml((training or path) / CONFIG), _json(path / COMMAND)
+    run = RunView(name or path.resolve().name, path, training, settings, words, _stages(path), command)
+    if training is not None:
+        _sort(run, list(read_events(training / EVENTS)))
     return run
 
 
 def _sort(run: RunView, events: Sequence[Event]) -> None:
+    """Distribute the events to the fields of the run."""
     for part, offset in _parts([e for e in events if isinstance(e, dict) and isinstance(e.get("time"), int | float)]):
         for event in part:
             event["at"] = event["time"] - offset
@@ -163,14 +153,16 @@ def _sort(run: RunView, events: Sequence[Event]) -> None:
             elif kind == "run":
                 run.ended = event
     run.evaluations.sort(key=lambda e: (e.get("position") or 0, bool(e.get("final"))))
-    made = {e.get("position"): e["at"] for e in run.checkpoints}
-    for e in run.evaluations:  # judged later than made: a learner does it at its own next step
-        e["at"] = made.get(e.get("position"), e["at"]) if not e.get("final") else e["at"]
+    saved = {e.get("position"): e["at"] for e in run.checkpoints}
+    for e in run.evaluations:  # a learner evaluates a checkpoint at its next step: show it at the time of the checkpoint
+        e["at"] = saved.get(e.get("position"), e["at"]) if not e.get("final") else e["at"]
 
 
 def _parts(events: list[Event]) -> list[tuple[list[Event], float]]:
-    """The events from one start to the next, with what to take off their times. What a stopped run had done beyond the
-    checkpoint that the next one went on from is left out, as that one does it again."""
+    """Return the events from one start to the next, each part with an offset to subtract from its times.
+
+    Events of a stopped run after the checkpoint from which it was resumed are dropped, because the resumed run repeats them.
+    """
     cuts = [i for i, e in enumerate(events) if e.get("event") == "start"]
     bounds = [0, *[c for c in cuts if c > 0], len(events)]
     parts: list[tuple[list[Event], float]] = []
@@ -195,18 +187,18 @@ def _before(event: Event, first: int) -> bool:
 
 
 def _stages(path: Path) -> dict[str, float]:
-    """Seconds of a recipe's stages, in the order they were done."""
-    marks = sorted((path / "stages").glob("*.json"), key=lambda p: p.stat().st_mtime)
-    found = {mark.stem: _json(mark).get("seconds") for mark in marks}
-    return {name: float(s) for name, s in found.items() if isinstance(s, int | float)}
+    """Return the seconds of a recipe's stages, in the order in which they were done."""
+    stamps = sorted((path / STAMPS).glob("*.json"), key=lambda p: p.stat().st_mtime)
+    seconds = {stamp.stem: _json(stamp).get("seconds") for stamp in stamps}
+    return {name: float(s) for name, s in seconds.items() if isinstance(s, int | float)}
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _toml(path: Path) -> dict[str, Any]:

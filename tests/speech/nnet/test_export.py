@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from roundelay.cli import main
 from roundelay.errors import DataError, UsageError
+from roundelay.recipes.run_layout import RunLayout
 from roundelay.recipes.systems import NetworkSystem, open_system, save_network
 from roundelay.speech.corpora.kaldi_dir import write_data_dir
 from roundelay.speech.corpora.utterance import Corpus, Utterance
@@ -55,7 +56,7 @@ def test_an_exported_model_reads_back_and_scores_the_same(
     out, data = tmp_path / "out", tmp_path / "audio" / "data"
     assert main.main(["export", str(run), str(out), "--posteriors", str(data), "--jobs", "1"]) == 0
     assert "log posteriors of 3 utterances" in capsys.readouterr().out
-    store, ours = FeatureStore.open(run / "features" / "train"), open_system(run, "lstm")
+    store, ours = FeatureStore.open(run / "features" / "train"), open_system(RunLayout(run), "lstm")
     assert isinstance(ours, NetworkSystem)
     model, priors = AcousticModel.load(out), load_file(str(out / "priors.safetensors"))["log_priors"]
     written = read_matrices(out / "post.scp")
