@@ -15,8 +15,8 @@ from roundelay.errors import PeerLost, UsageError
 from roundelay.fleet.store import JobStore, connect_store, serve_store
 from roundelay.launch.context import exchange_rank_info, host_towards, under_launcher
 from roundelay.launch.local import start_learners
-from roundelay.preflight.links import MeasuredLink, measure
-from roundelay.preflight.machine import CheckResult, look_at_address, look_at_store, this_machine
+from roundelay.preflight.links import MeasuredLink, measure_links
+from roundelay.preflight.machine import CheckResult, check_address, check_machine, check_store
 
 GREATEST_SKEW_S = 1.0
 
@@ -31,12 +31,12 @@ def as_rank(settings: config.TrainConfig) -> tuple[int, list[CheckResult], list[
     machine = os.environ.get("GROUP_RANK") or socket.gethostname()
     cards = exchange_rank_info(store, rank, size, machine, settings.timeout_s, {})
     here = host_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
-    rows = [look_at_address(here, address, port)]
+    rows = [check_address(here, address, port)]
     if rows[0].state == "failure":
-        raise UsageError(f"no door can be opened at {rows[0].found}", where=f"rank {rank}, host", hint=rows[0].hint)
+        raise UsageError(f"no door can be opened at {rows[0].detail}", where=f"rank {rank}, host", hint=rows[0].hint)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        rows = [*this_machine(settings), *rows]
-    links = measure(store, rank, size, here, settings.timeout_s)
+        rows = [*check_machine(settings), *rows]
+    links = measure_links(store, rank, size, here, settings.timeout_s)
     store.set(f"found/{rank}", json.dumps([asdict(row) for row in rows]))
     if rank != 0:
         wait_for(store, "read", settings.timeout_s)
@@ -44,7 +44,7 @@ def as_rank(settings: config.TrainConfig) -> tuple[int, list[CheckResult], list[
     everybody = [CheckResult("store", f"{address}:{port}, {size} ranks on {len({c['machine'] for c in cards})} machine(s)")]
     for other in range(size):
         said = json.loads(wait_for(store, f"found/{other}", settings.timeout_s))
-        everybody += [CheckResult(**{**row, "what": f"rank {other}: {row['what']}"}) for row in said]
+        everybody += [CheckResult(**{**row, "name": f"rank {other}: {row['name']}"}) for row in said]
     everybody += judged(links)
     store.set("read", "1")
     time.sleep(0.2 * bool(keep))  # the others read this from the store that ends with this process
@@ -98,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address
         rows = [
-            *this_machine(settings),
-            look_at_address(settings.bind_address, "127.0.0.1", 0),
-            look_at_store(host, settings.store_port),
+            *check_machine(settings),
+            check_address(settings.bind_address, "127.0.0.1", 0),
+            check_store(host, settings.store_port),
         ]
     print(as_json(rows, links) if args.json else as_text(rows), flush=True)
     return max((row.code for row in rows if row.state == "failure"), default=0)
@@ -115,7 +115,7 @@ def as_text(rows: list[CheckResult]) -> str:
     signs = {"ok": "ok", "warning": "WARNING", "failure": "FAILED"}
     lines = []
     for row in rows:
-        lines.append(f"{signs[row.state]:<8} {row.what}: {row.found}")
+        lines.append(f"{signs[row.state]:<8} {row.name}: {row.detail}")
         if row.hint:
             lines.append(f"{'':<8} what to do: {row.hint}")
     bad = sum(row.state == "failure" for row in rows)

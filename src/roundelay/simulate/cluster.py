@@ -1,7 +1,7 @@
-"""The cluster: what its machines, learners and links can do. A TOML file, or a preset.
+"""Describe a cluster: what its machines, learners and links can do. Read from a TOML file or from a preset.
 
-Units stand in the names: s seconds, us microseconds, gbit gigabits (10^9), gb gigabytes (10^9 bytes). What is left out costs
-nothing and has no limit.
+Units are part of the names: s seconds, us microseconds, gbit gigabits (10^9 bits), gb gigabytes (10^9 bytes). A value that
+is left out costs no time and has no limit.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ PRESET_FOLDER = Path(__file__).with_name("clusters")
 
 @dataclass(frozen=True)
 class MachineGroup:
-    """So many equal machines."""
+    """`count` equal machines."""
 
     count: int = 1
-    learners: int = 1  # on each of them
-    memory_gb: float = FOREVER  # of each machine, shared by its learners
-    speed: float = 1.0  # 0.5: everything computes half as fast as [learner] says
+    learners: int = 1  # learners on each machine
+    memory_gb: float = FOREVER  # host memory of each machine, shared by its learners
+    speed: float = 1.0  # 0.5: learners on these machines compute half as fast as [learner] says
 
 
 @dataclass(frozen=True)
 class SpeedModel:
-    """How a learner's compute time scatters from step to step, around the same mean."""
+    """Variation of a learner's compute time from step to step. The mean stays the same."""
 
-    kind: str = "constant"  # constant; jitter: log-normal; heavy_tail: Pareto, now and then a very long step
-    spread: float = 0.05  # jitter: standard deviation of the logarithm; heavy_tail: mean excess over the usual time
-    tail: float = 2.5  # heavy_tail: the Pareto index, above 1; the smaller, the longer the worst steps
+    kind: str = "constant"  # constant; gaussian: log-normal factors; heavy_tail: Pareto factors, rare very long steps
+    spread: float = 0.05  # gaussian: standard deviation of the logarithm; heavy_tail: mean excess over the usual time
+    tail: float = 2.5  # heavy_tail: Pareto index, must be > 1; smaller values give longer worst steps
 
 
 @dataclass(frozen=True)
 class ComputeModel:
-    """One learner."""
+    """Compute time and memory of one learner."""
 
-    seconds_per_sample: float = 0.0  # forward and backward
-    seconds_per_step: float = 0.0  # what a step costs beside its samples: kernel launches, the optimizer
-    backward_share: float = 0.667  # of the compute time; gradients leave during it
-    memory_gb: float = FOREVER  # of the learner's device
+    seconds_per_sample: float = 0.0  # forward and backward pass
+    seconds_per_step: float = 0.0  # cost of a step that does not depend on the batch: kernel launches, the optimizer
+    backward_share: float = 0.667  # share of the compute time in the backward pass, during which gradients are sent
+    memory_gb: float = FOREVER  # memory of the learner's device
     jitter: SpeedModel = SpeedModel()
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """A kind of connection."""
+    """One kind of link."""
 
     gbit_per_s: float = FOREVER
     latency_us: float = 0.0
-    duplex: str = "full"  # full: both directions at once; half: one at a time
-    cpu_s_per_gb: float = 0.0  # seconds of its own core that a learner loses per GB it exchanges while it computes
-    shared: bool = True  # inside: one bus per machine, else a port per learner; between: one card per machine, else per learner
+    duplex: str = "full"  # full: both directions at once; half: one direction at a time
+    cpu_s_per_gb: float = 0.0  # seconds of its core that a learner loses per GB exchanged while it computes
+    shared: bool = True  # true: the learners of a machine share one link; false: each learner has its own
 
 
 @dataclass(frozen=True)
 class LinkModels:
-    """Inside a machine, and between machines."""
+    """The links inside a machine and between machines."""
 
     inside: LinkModel = LinkModel(shared=False)
     between: LinkModel = LinkModel()
@@ -70,24 +70,24 @@ class LinkModels:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The host memory of a machine, through which published vectors go."""
+    """Host memory of a machine, which holds the shared weights."""
 
-    gb_per_s: float = FOREVER  # all its learners and agents together
-    device_gb_per_s: float = FOREVER  # between a learner's device and host memory; published weights take it twice per step
-    exchange_gb_per_s: float = FOREVER  # one pair average in place, inside a machine; bytes of the two vectors
-    contention: float = 0.0  # share of a exchange's time that its learners lose: 1 where agents run on the learners' cores
+    gb_per_s: float = FOREVER  # of all learners and gossip threads of a machine together
+    device_gb_per_s: float = FOREVER  # between device and host memory; shared weights are copied twice per step
+    exchange_gb_per_s: float = FOREVER  # one pair average in place, inside a machine; counts the bytes of both vectors
+    contention: float = 0.0  # share of an exchange's time that its learners lose; 1 if gossip runs on the learners' cores
 
 
 @dataclass(frozen=True)
 class LoaderModel:
-    """Where batches come from."""
+    """The source of batches."""
 
     samples_per_s: float = FOREVER  # per learner, in the background, one batch ahead
 
 
 @dataclass(frozen=True)
 class StragglerModel:
-    """A learner or a machine that computes `factor` times as long from one time to another."""
+    """A learner or a machine whose steps take `factor` times as long during an interval."""
 
     factor: float
     learner: int = -1
@@ -98,7 +98,7 @@ class StragglerModel:
 
 @dataclass(frozen=True)
 class Failure:
-    """A learner or a whole machine that dies."""
+    """A learner or a machine that fails at a time."""
 
     at_s: float
     learner: int = -1
@@ -107,7 +107,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A whole cluster."""
+    """Machines, learners, links, stragglers and failures."""
 
     name: str = "cluster"
     about: str = ""
@@ -116,53 +116,57 @@ class Cluster:
     link: LinkModels = LinkModels()
     memory: MemoryModel = MemoryModel()
     loader: LoaderModel = LoaderModel()
-    slow: tuple[StragglerModel, ...] = ()
+    straggler: tuple[StragglerModel, ...] = ()
     failures: tuple[Failure, ...] = ()
-    sources: dict[str, str] = field(default_factory=dict)  # figure -> where it comes from and how sure it is
+    sources: dict[str, str] = field(default_factory=dict)  # key -> where its value comes from and how certain it is
 
     @property
     def learners(self) -> int:
         return sum(m.count * m.learners for m in self.machines)
 
     def machine_names(self) -> list[str]:
-        """The machine of every learner, by rank."""
+        """Return the machine of every learner, by rank."""
         names: list[str] = []
         number = 0
-        for kind in self.machines:
-            for _ in range(kind.count):
-                names += [f"machine-{number}"] * kind.learners
+        for group in self.machines:
+            for _ in range(group.count):
+                names += [f"machine-{number}"] * group.learners
                 number += 1
         return names
 
     def speeds(self) -> list[float]:
-        """How fast every learner is beside [learner], by rank."""
-        return [kind.speed for kind in self.machines for _ in range(kind.count * kind.learners)]
+        """Return the speed of every learner relative to [learner], by rank."""
+        return [group.speed for group in self.machines for _ in range(group.count * group.learners)]
 
     def first(self, learners: int) -> Cluster:
-        """The same cluster with only its first learners."""
+        """Return the cluster reduced to its first `learners` learners.
+
+        Raises:
+            UsageError: the cluster has fewer learners, or `learners` < 1.
+        """
         if learners < 1 or learners > self.learners:
             raise UsageError(
-                f"{learners} learners on a cluster that has {self.learners}",
+                f"learners must be between 1 and {self.learners} on this cluster (got {learners})",
                 where=f"learners, cluster '{self.name}'",
-                hint=f"give 1 to {self.learners}, or describe a larger cluster",
+                hint="choose fewer learners, or describe a larger cluster",
             )
-        kept: list[MachineGroup] = []
-        for kind in self.machines:
-            whole = min(kind.count, learners // kind.learners) if kind.learners else 0
+        groups: list[MachineGroup] = []
+        for group in self.machines:
+            whole = min(group.count, learners // group.learners) if group.learners else 0
             if whole:
-                kept.append(replace(kind, count=whole))
-                learners -= whole * kind.learners
-            if learners and whole < kind.count:
-                kept.append(replace(kind, count=1, learners=learners))
+                groups.append(replace(group, count=whole))
+                learners -= whole * group.learners
+            if learners and whole < group.count:
+                groups.append(replace(group, count=1, learners=learners))
                 learners = 0
             if not learners:
                 break
-        made = replace(self, machines=tuple(kept))
-        size, names = made.learners, len(set(made.machine_names()))
+        part = replace(self, machines=tuple(groups))
+        size, machines = part.learners, len(set(part.machine_names()))
         return replace(
-            made,
-            slow=tuple(s for s in self.slow if s.learner < size and s.machine < names),
-            failures=tuple(f for f in self.failures if f.learner < size and f.machine < names),
+            part,
+            straggler=tuple(s for s in self.straggler if s.learner < size and s.machine < machines),
+            failures=tuple(f for f in self.failures if f.learner < size and f.machine < machines),
         )
 
 
@@ -279,7 +283,7 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
         ("link.between.cpu_s_per_gb", between.cpu_s_per_gb),
         ("memory.contention", memory.contention),
         *(("failures.at_s", f.at_s) for f in cluster.failures),
-        *(("slow.from_s", s.from_s) for s in cluster.slow),
+        *(("straggler.from_s", s.from_s) for s in cluster.straggler),
     ]
     for name, value in not_below:
         if not value >= 0 or math.isinf(value):
@@ -292,7 +296,7 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
     if cluster.learner.jitter.kind == "heavy_tail" and cluster.learner.jitter.tail <= 1:
         refuse(f"learner.jitter.tail = {cluster.learner.jitter.tail:g} has no mean", "give a Pareto index above 1")
     size, machines = cluster.learners, len(set(cluster.machine_names()))
-    for what, rows in (("slow", cluster.slow), ("failures", cluster.failures)):
+    for what, rows in (("straggler", cluster.straggler), ("failures", cluster.failures)):
         for row in rows:
             if (row.learner < 0) == (row.machine < 0):
                 refuse(
@@ -304,10 +308,10 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
                     f"[[{what}]] speaks of {'learner' if row.learner >= 0 else 'machine'} {max(row.learner, row.machine)}",
                     f"there are learners 0 to {size - 1} and machines 0 to {machines - 1}",
                 )
-    for s in cluster.slow:
+    for s in cluster.straggler:
         if s.factor <= 0 or s.to_s <= s.from_s:
             refuse(
-                f"[[slow]] with factor {s.factor:g} from {s.from_s:g} to {s.to_s:g} s",
+                f"[[straggler]] with factor {s.factor:g} from {s.from_s:g} to {s.to_s:g} s",
                 "give a factor above 0, to_s after from_s",
             )
 

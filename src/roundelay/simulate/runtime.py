@@ -33,7 +33,7 @@ class ComputePace:
         self._scatter = cluster.learner.jitter
         self._dice = np.random.default_rng([seed, PACE, rank])
         self._drawn: list[float] = []
-        self._slow = [s for s in cluster.slow if s.learner == rank or s.machine == machine]
+        self._slow = [s for s in cluster.straggler if s.learner == rank or s.machine == machine]
 
     def seconds(self, samples: int, now: float) -> float:
         seconds = self._per_step + samples * self._per_sample
@@ -49,7 +49,7 @@ class ComputePace:
     def _draw(self) -> list[float]:
         """Factors around 1, in the mean 1."""
         s = self._scatter
-        if s.kind == "jitter":
+        if s.kind == "gaussian":
             return self._dice.lognormal(-0.5 * s.spread**2, s.spread, BLOCK).tolist()
         # a Pareto variable from 0 has the mean 1 / (tail - 1)
         excess = self._dice.pareto(s.tail, BLOCK) * (s.tail - 1)

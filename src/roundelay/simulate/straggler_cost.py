@@ -71,7 +71,7 @@ def straggler_cost(run: Path, rank: int, options: EngineConfig, batch: int, para
         machines=tuple(MachineGroup(1, names.count(name)) for name in dict.fromkeys(names)),
         learner=ComputeModel(seconds_per_sample=usual, seconds_per_step=rendezvous),
         # a factor lengthens the whole step, but only the rank's own part of it is its own
-        slow=tuple(
+        straggler=tuple(
             StragglerModel((batch * pace + rendezvous) / (batch * usual + rendezvous), learner=r)
             for r, pace in enumerate(paces)
         ),
@@ -79,12 +79,12 @@ def straggler_cost(run: Path, rank: int, options: EngineConfig, batch: int, para
 
     def rate(slow: tuple[StragglerModel, ...]) -> float:
         return simulate_timing(
-            replace(cluster, slow=slow), parameters=parameters, strategy=options.strategy, topology=options.topology,
+            replace(cluster, straggler=slow), parameters=parameters, strategy=options.strategy, topology=options.topology,
             strategy_options=options.strategy_options, batch=batch, steps=STEPS, seed=options.seed,
         ).samples_per_s  # fmt: skip
 
-    as_it_was = rate(cluster.slow)
-    normal = rate(tuple(s for s in cluster.slow if s.learner != rank))
+    as_it_was = rate(cluster.straggler)
+    normal = rate(tuple(s for s in cluster.straggler if s.learner != rank))
     measured = sum(r.samples for r in ran.values()) / max(r.elapsed_s for r in ran.values())
     return {
         "run": str(run),
