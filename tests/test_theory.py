@@ -150,7 +150,7 @@ def test_adpsgd_in_any_order_is_pair_matrices_and_stale_gradients(task: Fit, see
         found[rank].append(worker.w.clone().numpy())
 
     again = Replay(task, EngineConfig(strategy="adpsgd"), RunConfig(lr=RATE, momentum=0.0), record)
-    again.play(watch)
+    again.run(watch)
     pieces = [[(p.epoch, p.start, p.stop) for p in steps] for steps in record.steps]
     path = trajectory(first_weights(task, SIZE), asynchronous(SIZE, order), gradient_of(task, pieces))
     happened = [event for event in order if not isinstance(event, Read)]

@@ -134,11 +134,11 @@ def predict(cluster: Cluster, parameters: int, batch: int, steps: int = 100) -> 
     machines = len(set(cluster.machine_names()))
     if 1 < machines < cluster.learners:
         names.append("hierarchical(adpsgd)")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in names:
         outcome = simulate_timing(cluster, parameters=parameters, strategy=name, batch=batch, steps=steps)
         rows.append({"strategy": name, "samples_per_s": outcome.samples_per_s, "efficiency": outcome.efficiency})
-    rate = {row["strategy"]: row["samples_per_s"] for row in rows}
+    rate: dict[str, float] = {row["strategy"]: row["samples_per_s"] for row in rows}
     best = max(rate, key=lambda name: rate[name])
     if rate[best] <= EQUALLY_FAST * rate["sync"]:
         best, reason = "sync", f"no strategy is faster by more than {100 * (EQUALLY_FAST - 1):.0f} %, and sync is exactly SGD"
