@@ -1,4 +1,4 @@
-"""roundelay bench feeding: what archives and loaders deliver, and whether a gradient ever waits for them.
+"""python -m benchmarks.feeding: what archives and loaders deliver, and whether a gradient ever waits for them.
 
 delivery   frames per second of CPU time and of wall time in one thread: read, checked, decompressed, with deltas, shuffled,
            side by side as float32. Frames that count; the margins around them are delivered, too
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import parser, run_main
 from roundelay.data import writer
 from roundelay.data.archive import About, Archive, Layout, encode
 from roundelay.data.examples import Examples
@@ -36,11 +37,8 @@ BLOCK, LARGER, BATCHES = 256, 20, (32, 128)
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench feeding",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  roundelay bench feeding --json\n  roundelay bench feeding recipes/spoken runs/spoken",
+    p = parser(
+        "feeding", __doc__, "python -m benchmarks.feeding --json\n  python -m benchmarks.feeding recipes/spoken runs/spoken"
     )
     p.add_argument("recipe", nargs="?", default="", metavar="RECIPE")
     p.add_argument("run", nargs="?", default="", metavar="RUN", help="its finished run directory")
@@ -49,7 +47,6 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--learners", type=int, default=2)
     p.add_argument("--epochs", type=float, default=0.5, help="of the training that is watched")
     p.add_argument("--quick", action="store_true", help="8 blocks, a tenth of an epoch")
-    p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--go-through", default="", metavar="ARCHIVE", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.go_through:
@@ -117,7 +114,7 @@ def delivery(archive: Archive, batch: int, repeats: int) -> dict[str, Any]:
 
 
 def in_a_process(archive: Archive) -> dict[str, Any]:
-    command = [sys.executable, "-m", "roundelay", "bench", "feeding", "--go-through", str(archive.folder)]
+    command = [sys.executable, "-m", "benchmarks.feeding", "--go-through", str(archive.folder)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(ended.stdout.splitlines()[-1]))
 
@@ -130,9 +127,9 @@ def go_through(folder: Path) -> dict[str, Any]:
     examples.batch(0, 0, batch)  # compiled, and the first pages touched
     before, most, seen = resident(), 0, 0
     checks = np.int64(0)
-    for number, (_, made) in enumerate(PrefetchLoader(spans, lambda span: examples.batch(0, *span), workers=2)):
-        seen += len(made.numbers)
-        checks += made.numbers.sum()
+    for number, (_, batch_data) in enumerate(PrefetchLoader(spans, lambda span: examples.batch(0, *span), workers=2)):
+        seen += len(batch_data.numbers)
+        checks += batch_data.numbers.sum()
         if number % 16 == 0:
             most = max(most, resident())
     blocks = examples.archive.blocks
@@ -160,24 +157,24 @@ def waiting(args: argparse.Namespace) -> dict[str, Any]:
     work = stages.PipelineContext(recipe, run, 2, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
     folder = Path(tempfile.mkdtemp(prefix="roundelay-waiting-"))
     try:
-        told = {
-            **recipe.train, "learners": args.learners, "epochs": args.epochs, "evaluate": False, "save_every_epochs": 1e6,
+        settings = {
+            **recipe.train, "learners": args.learners, "epochs": args.epochs, "eval_at_checkpoint": False, "checkpoint_every_epochs": 1e6,
             "progress": "none",
         }  # fmt: skip
-        (folder / "task.toml").write_text(stages.task_file(work, told, work.run / "alignments", recipe.seed))
+        (folder / "task.toml").write_text(stages.task_file(work, settings, work.run / "alignments", recipe.seed))
         command = [sys.executable, "-m", "roundelay", "train", str(folder / "task.toml"), f"run={folder / 'run'}", "--json"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if ended.returncode:
             raise RoundelayError(
                 f"training ended with exit code {ended.returncode}", where=str(work.run), hint="see the lines above"
             )
-        found = json.loads(ended.stdout.splitlines()[-1])
-        ranks = list(found["ranks"].values()) or [found]
+        results = json.loads(ended.stdout.splitlines()[-1])
+        ranks = list(results["ranks"].values()) or [results]
     finally:
         shutil.rmtree(folder)
     elapsed, loader = (sum(r.get(key, 0.0) for r in ranks) for key in ("elapsed_s", "loader_s"))
     return {
-        "strategy": told.get("strategy"), "learners": args.learners, "steps": sum(r["steps"] for r in ranks),
+        "strategy": settings.get("strategy"), "learners": args.learners, "steps": sum(r["steps"] for r in ranks),
         "elapsed_s": round(elapsed, 3), "loader_s": round(loader, 4), "wait_share": round(loader / elapsed, 6),
     }  # fmt: skip
 
@@ -200,3 +197,7 @@ def table(report: dict[str, Any]) -> str:
             f"({100 * w['wait_share']:.2f} %)"
         )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -33,14 +33,14 @@ CARD = "lan0"
 """The name of a host's interface."""
 
 
-def check() -> None:
+def check_namespaces() -> None:
     """Says what is missing to make machines here."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise UsageError(f"the command '{tool}' is not installed", where="bench network", hint="install iproute2")
+            raise UsageError(f"the command '{tool}' is not installed", where="network", hint="install iproute2")
     if os.geteuid() != 0:
         raise UsageError(
-            "only root may make network namespaces", where="bench network", hint="run it with sudo, or as root in a container"
+            "only root may make network namespaces", where="network", hint="run it with sudo, or as root in a container"
         )
 
 
@@ -50,7 +50,7 @@ def run(*command: str) -> str:
     if done.returncode != 0:
         raise UsageError(
             f"'{' '.join(command)}' failed: {done.stderr.strip() or done.stdout.strip()}",
-            where="bench network",
+            where="network",
             hint="the kernel must allow network namespaces, veth, bridges and the tbf queue (in a container: --privileged)",
         )
     return done.stdout
@@ -87,8 +87,8 @@ def _maker_lives(pid: int) -> bool:
 
 
 def _remove(name: str) -> None:
-    found = subprocess.run(("ip", "netns", "pids", name), capture_output=True, text=True, check=False)
-    for pid in found.stdout.split():
+    counts = subprocess.run(("ip", "netns", "pids", name), capture_output=True, text=True, check=False)
+    for pid in counts.stdout.split():
         try:
             os.kill(int(pid), signal.SIGKILL)
         except ProcessLookupError:
@@ -123,7 +123,7 @@ class NetnsMachines:
         return f"10.77.0.{number + 1}"
 
     def __enter__(self) -> NetnsMachines:
-        check()
+        check_namespaces()
         sweep()
         self._sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sign.bind(_sign(os.getpid()))
@@ -192,12 +192,12 @@ class NetnsMachines:
 
     def sent_bytes(self) -> list[int]:
         """What each host has put on its cable so far, headers included."""
-        found = []
+        counts = []
         for i in range(self.count):
             # a namespace has its own view of /sys, which `ip netns exec` mounts
             path = f"/sys/class/net/{CARD}/statistics/tx_bytes"
-            found.append(int(run("ip", "netns", "exec", self.host(i), "cat", path)))
-        return found
+            counts.append(int(run("ip", "netns", "exec", self.host(i), "cat", path)))
+        return counts
 
 
 def end_with_parent() -> None:

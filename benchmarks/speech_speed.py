@@ -1,4 +1,4 @@
-"""roundelay bench road: how fast the speech road is on one core, stage by stage, on the data of a finished run.
+"""python -m benchmarks.speech_speed: how fast the speech road is on one core, stage by stage, on the data of a finished run.
 
 features    log-mels with deltas, normalised, written to disk         seconds of audio per CPU second
 synthesis   speaking and perturbing (where the extra 'synth' is)      seconds of audio per CPU second
@@ -9,7 +9,6 @@ CPU seconds of this process and its children, so that other work on the machine 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -21,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import parser, run_main
 from roundelay.recipes.speaker_adaptation import adapt_unsupervised, stream_for
 from roundelay.recipes.stages import aligned_run
 from roundelay.recipes.systems import graph_of, open_system
@@ -38,19 +38,13 @@ FRAMES_PER_S = 100
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench road",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: roundelay bench road runs/spoken --json",
-    )
+    p = parser("speech_speed", __doc__, "python -m benchmarks.speech_speed runs/spoken --json")
     p.add_argument("run", metavar="RUN", help="a finished run directory of a recipe")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--utterances", type=int, default=UTTERANCES, help="of the first test set")
-    p.add_argument("--json", action="store_true", help="print JSON")
     args = p.parse_args(argv)
-    found = {"results": measure(aligned_run(args.run), args.utterances, args.repeats), "cores_used": 1}
-    print(json.dumps(found) if args.json else table(found))
+    report = {"results": measure(aligned_run(args.run), args.utterances, args.repeats), "cores_used": 1}
+    print(json.dumps(report) if args.json else table(report))
     return 0
 
 
@@ -113,7 +107,7 @@ def _alignment_pass(run: Path, system: str, corpus: Corpus, store: FeatureStore)
 
 def _decoding(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
     scale = json.loads((run / "decode" / system / "scale.json").read_text())["acoustic_scale"]
-    made, taken = (
+    system, stream = (
         open_system(run, system),
         stream_for(run, system, store, partial(adapt_unsupervised, run, store, progress="none")),
     )
@@ -121,7 +115,7 @@ def _decoding(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Ca
 
     def job() -> None:
         for utterance in corpus.utterances:
-            decoder.decode(made.scores(taken, utterance.id))
+            decoder.decode(system.scores(stream, utterance.id))
 
     return job
 
@@ -135,17 +129,23 @@ def _synthesis(seed: int) -> float:
             test_utterances=10, lm_sentences=500,
         )  # fmt: skip
         began = cpu_seconds()
-        made = synthesize(Path(folder) / "corpus", few, jobs=1, progress="none")
+        system = synthesize(Path(folder) / "corpus", few, jobs=1, progress="none")
         spent = cpu_seconds() - began
-        ids = [line.split() for part in made for line in (Path(folder) / "corpus" / part / "utt2dur").read_text().splitlines()]
+        ids = [
+            line.split() for part in system for line in (Path(folder) / "corpus" / part / "utt2dur").read_text().splitlines()
+        ]
         return sum(float(seconds) for _, seconds in ids) / spent
 
 
-def table(found: dict[str, Any]) -> str:
+def table(report: dict[str, Any]) -> str:
     lines = ["| stage | system | rate | range | unit |", "|---|---|---|---|---|"]
-    for r in found["results"]:
+    for r in report["results"]:
         lines.append(
             f"| {r['stage']} | {r['system']} | {r['rate']:,.0f} | {r['range'][0]:,.0f} - {r['range'][1]:,.0f} "
             f"| {r['unit'].replace('_', ' ')} |"
         )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -45,7 +45,7 @@ def recorded(
 ) -> Any:
     """Record a run, replay it, and return the comparison."""
     config, plan = EngineConfig(**options), replace(plan, run=run)
-    runner(train_recorded, task, config, plan, size=size, machines=machines)
+    runner(train_recorded, task, config, plan, size=size, simulate_nodes=machines)
     log = read_run_log(run)
     again = Replay(task, config, plan, log)
     again.run()

@@ -39,8 +39,8 @@ def test_conformance_in_virtual_time(form: str, tmp_path: Path) -> None:
     checked = check_strategy(form.split()[0], run_simulated, sizes, tmp_path, **FORMS[form])
     if build(form.split()[0], FORMS[form]).traits.deterministic and form != "single":
         # this check compares with threads, which are equal to processes to the bit
-        assert f"twice_the_same_bits/{sizes[-1]}" in checked
-    assert any(law.startswith("every_sample_once") for law in checked)
+        assert f"check_deterministic/{sizes[-1]}" in checked
+    assert any(name.startswith("check_every_sample_once") for name in checked)
 
 
 @pytest.mark.parametrize("form", [f for f in FORMS if f != "single"])
@@ -54,9 +54,9 @@ def test_a_simulation_is_deterministic(form: str) -> None:
         lesson=ToyTask(samples=48, dropout=0.2),
         epochs=1.0,
         deterministic_reduce=False,
-        machines=machines,
+        simulate_nodes=machines,
     )
-    first, second = (run_simulated(run_toy_task, case, size=4, machines=machines, cluster=UNEVEN)[0]["w"] for _ in range(2))
+    first, second = (run_simulated(run_toy_task, case, size=4, simulate_nodes=machines, cluster=UNEVEN)[0]["w"] for _ in range(2))
     assert np.array_equal(first, second)
 
 
@@ -75,9 +75,9 @@ def test_asynchronous_strategies_depend_on_timing() -> None:
 
 
 def test_user_strategies_pass_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "twice_the_same_bits/3" in check_strategy("own_strategies:HalfWay", run_simulated, (2, 3), tmp_path)
+    assert "check_deterministic/3" in check_strategy("own_strategies:HalfWay", run_simulated, (2, 3), tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    assert "resuming_changes_nothing/3" in check_strategy("my_strategy:Elastic", run_simulated, (3,), tmp_path)
+    assert "check_resume_is_exact/3" in check_strategy("my_strategy:Elastic", run_simulated, (3,), tmp_path)
     sys.modules.pop("my_strategy", None)
 
 

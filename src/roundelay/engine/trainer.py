@@ -199,7 +199,7 @@ class Trainer:
         next_save = (learner.position // every + 1) * every
         carrier = DeviceTransfer(self.context.device)
         loader = self.context.runtime.prefetch(
-            self._halting(sharding), self._preparing(carrier), lambda c: c.share.local_samples, plan.num_workers
+            self._halting(sharding), self._preparing(carrier), lambda c: c.step_info.local_samples, plan.num_workers
         )
         with closing(iter(loader)) as feed:
             while True:

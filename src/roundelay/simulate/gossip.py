@@ -241,7 +241,7 @@ class SimulatedGossip:
     def _check_drained(self) -> None:
         live = [r for r in range(self.size) if r not in self.failed]
         if self.last_round is None:
-            if any(r not in self.finished for r in live):
+            if not live or any(r not in self.finished for r in live):
                 return
             self.initiating = False
             self.last_round = max(self.peers[r].current_round for r in live)

@@ -142,11 +142,11 @@ class SimulatedCluster:
 
 
 def run_simulated(
-    job: Callable[..., Any], *args: Any, size: int, machines: int = 0, cluster: Cluster = PLAIN, seed: int = 0
+    job: Callable[..., Any], *args: Any, size: int, simulate_nodes: int = 0, cluster: Cluster = PLAIN, seed: int = 0
 ) -> list[Any]:
     """Run a job on `size` learners in virtual time, as `run_threads` and `ProcessPool.run` do in real time.
 
-    `machines` > 0 splits the learners over that number of machines.
+    `simulate_nodes` > 0 splits the learners over that number of machines.
     """
-    names = fake_machines(["here"] * size, machines)
+    names = fake_machines(["here"] * size, simulate_nodes)
     return SimulatedCluster(replace(cluster, machines=(MachineGroup(1, size),)), machines=names, seed=seed).run(job, *args)

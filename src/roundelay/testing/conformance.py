@@ -235,7 +235,7 @@ def check_zero_gradient_conserves_mean(case: RunSpec, traits: Any, run: Runner, 
     results = [r for r in _go(run, run_zero_gradient, case, 8, size=size) if r["leads"]]
     before, after = (np.stack([r[key] for r in results]).astype(np.float64) for key in ("start", "end"))
     # averages that weigh by samples conserve the weighted mean: a machine of two counts twice
-    weights = [r["weight"] if traits.sample_weighting == "mean" else 1 for r in results]
+    weights = [r["weight"] if traits.sample_weighting == "average" else 1 for r in results]
     means = [np.average(x, axis=0, weights=weights) for x in (before, after)]
     assert np.allclose(means[0], means[1], atol=2e-6), "the mean has moved"
     spread = [float(np.square(x - x.mean(0)).mean()) ** 0.5 for x in (before, after)]
@@ -278,7 +278,7 @@ def check_no_hang_with_stragglers(case: RunSpec, traits: Any, run: Runner, size:
         _go(
             run,
             run_toy_task,
-            RunSpec(**{**case.__dict__, "slow": slow, "lesson": ToyTask(samples=24), "epochs": 1.0}),
+            RunSpec(**{**case.__dict__, "straggler": slow, "lesson": ToyTask(samples=24), "epochs": 1.0}),
             size=size,
         )
     _go(run, run_toy_task, RunSpec(**{**case.__dict__, "lesson": ToyTask(samples=3), "batch": 3, "epochs": 1.0}), size=size)
@@ -287,7 +287,7 @@ def check_no_hang_with_stragglers(case: RunSpec, traits: Any, run: Runner, size:
 
 def check_adam_with_clipping(case: RunSpec, traits: Any, run: Runner, size: int, base: Path) -> bool:
     """Adam with clipping trains too, and ends the same for everybody."""
-    results = _go(run, run_toy_task, RunSpec(**{**case.__dict__, "optimizer": "adam", "clip": 1.0, "epochs": 1.0}), size=size)
+    results = _go(run, run_toy_task, RunSpec(**{**case.__dict__, "optimizer": "adam", "max_grad_norm": 1.0, "epochs": 1.0}), size=size)
     assert all(np.array_equal(results[0]["w"], r["w"]) for r in results)
     assert np.isfinite(results[0]["w"]).all()
     return True
