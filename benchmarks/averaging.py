@@ -1,13 +1,13 @@
-"""python -m benchmarks.averaging: how often to average, and what it costs in three systems.
+"""How often to average, and what it costs in three systems.
 
 job         one process per learner and iteration, then one that averages (benchmarks/job_per_iteration.py, as Kaldi trains)
 persistent  learners that live for the whole run (strategy kstep), data prepared when it is needed
 overlap     the same with loaders in the background
 
 All train the network of a finished recipe run from the same archive, on the same batches in the same order, with the same
-arithmetic: equal rates, plain averages, the optimizer's state forgotten at every average. So models differ by rounding, and
-systems by time alone. `seconds` is the training itself: a persistent learner's start, once per run however long, stands beside
-it as startup_s. Results are kept in RUN/averaging: what is there is not run again.
+arithmetic: equal rates, plain averages, optimizer state reset at every average. So models differ by rounding only, and
+systems by time only. `seconds` is the training itself; startup_s is the start of persistent learners, once per run. Results
+are cached in RUN/averaging.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class AveragingBench:
     def engine(self, case: AveragingCase) -> dict[str, Any]:
         return {
             "strategy": "kstep", "learners": self.args.learners, "epochs": self.args.epochs, "batch": self.batch, "lr": self.lr,
-            "momentum": 0.0, "optimizer": case.optimizer, "num_workers": 0 if case.system == "persistent" else 2, **self.schedule,
-            "checkpoint_every_epochs": 1e6, "eval_at_checkpoint": False, "progress": "none",
+            "momentum": 0.0, "optimizer": case.optimizer, "num_workers": 0 if case.system == "persistent" else 2,
+            **self.schedule, "checkpoint_every_epochs": 1e6, "eval_at_checkpoint": False, "progress": "none",
         }  # fmt: skip
 
     def first_model(self, task: Any, seed: int) -> AcousticModel:
@@ -305,12 +305,12 @@ def summed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What overlap saves of the job system's time, with its imports and without them."""
     results = {(r["system"], r["frames_per_averaging"]): r for r in summed(rows) if r["optimizer"] == rows[0]["optimizer"]}
-    results = []
+    gain_rows: list[dict[str, Any]] = []
     for frames in sorted({f for _, f in results}):
         job, ours = results.get(("job", frames)), results.get(("overlap", frames))
         if job is None or ours is None:
             continue
-        results.append(
+        gain_rows.append(
             {
                 "frames_per_averaging": frames, "job_training_share": job["training_share"],
                 "overlap_training_share": ours["training_share"], "gain": round(1 - ours["seconds"] / job["seconds"], 4),
@@ -318,9 +318,9 @@ def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "job_overhead": {k: round(job[f"{k}_s"] / job["seconds"], 4) for k in ("imports", "files", "data", "rest")},
             }
         )  # fmt: skip
-    for row in sorted(results, key=lambda r: abs(r["job_training_share"] - PAPER["training_share"]))[:1]:
+    for row in sorted(gain_rows, key=lambda r: abs(r["job_training_share"] - PAPER["training_share"]))[:1]:
         row["nearest_to_the_paper"] = True
-    return results
+    return gain_rows
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

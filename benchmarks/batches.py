@@ -1,10 +1,9 @@
-"""python -m benchmarks.batches: how large a batch does each strategy bear? With learning, in virtual time, on a fixed grid.
+"""The largest batch that each strategy bears, with learning in virtual time, on a fixed grid.
 
-16 learners, a one-layer bidirectional LSTM, 4, 12 and 48 samples per learner, about 400,000 samples per run, the rate
-scaled linearly with the batch times 1/2, 1 and 2, no warm-up; three seeds at each contestant's best rate. Controls:
-warm-up at the largest batch, `single` at the small batch, and synchronous SGD whose gradients are taken at weights with
-Gaussian noise as large as the spread of the randomized ring. Held-out loss, spread and effective rate are logged.
-Hours: a run that was stopped goes on where it stood (--keep FILE).
+16 learners, a one-layer bidirectional LSTM, 4, 12 and 48 samples per learner, about 400,000 samples per run. The rate is
+scaled linearly with the batch, times 1/2, 1 and 2, without warm-up; three seeds at the best rate. Controls: warm-up at the
+largest batch, `single` at the small batch, and synchronous SGD whose gradients are taken at weights with Gaussian noise as
+large as the spread of the randomized ring. Takes hours; with --keep FILE an interrupted run is resumed.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class NoisySync:
     weakness: ClassVar[str] = "As sync."
     saved: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(
-        sharding="static", deterministic=True, conserves_mean=True, contracts=False, survives_death=False, optimizer_state="shared",
-        shares_weights=False, sample_weighting="average",
+        sharding="static", deterministic=True, conserves_mean=True, contracts=False, survives_death=False,
+        optimizer_state="shared", shares_weights=False, sample_weighting="average",
     )  # fmt: skip
 
     def start(self, me: Worker) -> None:
@@ -166,8 +165,8 @@ class Grid:
                 for cell, result in zip(wanted, results, strict=True):
                     self._take(cell, result)
             except BrokenProcessPool:
-                do = "it may have run out of memory: use fewer jobs; with --keep the same command goes on"
-                raise RoundelayError("a working process died", where=f"one of {self.jobs} jobs", hint=do) from None
+                hint = "use fewer jobs if memory ran out; with --keep the same command resumes"
+                raise RoundelayError("a worker process died", where=f"one of {self.jobs} jobs", hint=hint) from None
             except KeyboardInterrupt:
                 for child in active_children():
                     child.kill()  # a cell takes minutes

@@ -1,10 +1,9 @@
-"""python -m benchmarks.feeding: what archives and loaders deliver, and whether a gradient ever waits for them.
+"""Rate and memory of archives and loaders, and whether a gradient waits for them.
 
-delivery   frames per second of CPU time and of wall time in one thread: read, checked, decompressed, with deltas, shuffled,
-           side by side as float32. Frames that count; the margins around them are delivered, too
-memory     peak of a process that goes through a whole epoch with two loaders: for an archive, and for one 20 times as large
-           (the same examples written 20 times over), which must not matter
-waiting    with RECIPE and RUN: the run's network trained from an archive; loader_s as a share of the learners' time
+delivery   frames per CPU second and per second in one thread: read, verify, decompress, add deltas, shuffle, collate as
+           float32. Context frames around a window are delivered, too, but not counted
+memory     peak memory of one epoch with two loaders, for an archive and for one 20 times as large
+waiting    with RECIPE and RUN: the network of the run trained from an archive; loader_s as a share of the learners' time
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def random_archive(folder: Path, blocks: int, times: int) -> Archive:
-    """Random features of the usual shape; every block written so many times."""
+    """Write an archive of random features; every block is written `times` times."""
     random = np.random.default_rng(0)
     stored = LAYOUT.window + 2 * (LAYOUT.context + LAYOUT.reach)
     once = []
@@ -158,8 +157,8 @@ def waiting(args: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="roundelay-waiting-"))
     try:
         settings = {
-            **recipe.train, "learners": args.learners, "epochs": args.epochs, "eval_at_checkpoint": False, "checkpoint_every_epochs": 1e6,
-            "progress": "none",
+            **recipe.train, "learners": args.learners, "epochs": args.epochs, "eval_at_checkpoint": False,
+            "checkpoint_every_epochs": 1e6, "progress": "none",
         }  # fmt: skip
         (folder / "task.toml").write_text(stages.task_file(work, settings, work.run / "alignments", recipe.seed))
         command = [sys.executable, "-m", "roundelay", "train", str(folder / "task.toml"), f"run={folder / 'run'}", "--json"]

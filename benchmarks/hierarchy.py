@@ -1,9 +1,10 @@
-"""python -m benchmarks.network --hierarchy: what machines with several learners send, and how soon they are at a loss.
+"""What machines with several learners send, and how soon they reach a loss: `network --hierarchy`.
 
 hierarchical   hierarchical(adpsgd): a machine is one worker; one model per machine and exchange crosses the network
 flat           adpsgd on one ring of all learners, in the order of their machines
-Both get the same task, global batch, sample budget and rates, on cables of 200 Mbit/s: the model of the main benchmark, which
-takes longer to send than a step to compute.
+
+Both use the same task, global batch, sample budget and rates, on links of 200 Mbit/s. Sending the model takes longer than
+computing a step.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ MBIT = 200
 MACHINES = {"2x2": (2, 2), "3x2": (2, 2, 2), "2+1": (2, 1)}
 """Learners of every machine."""
 STEPS = 96
-"""The budget, in steps of everybody."""
+"""The sample budget of a run, in steps per learner."""
 BATCH = 8
 RATES = (0.8, 1.6, 2.4)
 REPEATS = 2
 """How often each is run again at its best rate, turn by turn; the median counts."""
 MARGIN = 1.3
-"""Runs differ: so much more than the first needed is given to the later ones, so that late ones count, too."""
+"""Later runs get this multiple of the samples of the first, because runs differ."""
 ENTRIES = (Competitor("hierarchical", "hierarchical(adpsgd)"), Competitor("flat", "adpsgd", (("topology", "ring"),)))
 
 
@@ -106,7 +107,7 @@ def row(workers: NetnsCluster, entry: Competitor, case: str, runs: Sequence[Time
 
 
 def crossing_rounds(homes: Sequence[int], machine: int, entry: Competitor, run: TimeToLossResult) -> int:
-    """Rounds in which somebody of this machine exchanges somebody of another."""
+    """Return the number of rounds with an exchange between this machine and another."""
     members = list(range(len(homes)))
     if entry.name == "hierarchical":
         members = [rank for rank in members if rank == homes.index(homes[rank])]  # first ranks only

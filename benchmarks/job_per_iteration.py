@@ -1,8 +1,8 @@
 """The baseline: one process per learner and iteration, then a process that averages, as Kaldi's nnet3 scripts train.
 
 Iteration i starts num_jobs(i) processes. Each reads the model from disk, loads and preprocesses its own examples, trains on
-them, writes its model and its objective, and ends. A process that averages reads all models and writes the next one. What the
-scripts do beside that is done here, too (source: kaldi, steps/libs/nnet3/train):
+them, writes its model and its objective, and ends. A process that averages reads all models and writes the next one. It also
+does what the scripts do in addition (source: kaldi, steps/libs/nnet3/train):
 
     jobs       ramp up linearly from --jobs-initial to --jobs-final
     rate       the effective rate times the number of jobs, which averaging divides by again
@@ -192,6 +192,7 @@ def job(order: dict[str, Any]) -> int:
             continue
         with torch.no_grad():
             for number, p in enumerate(parameters):
+                assert p.grad is not None
                 u = p.grad if velocity is None else velocity[number].mul_(order["momentum"]).add_(p.grad)
                 p.add_(u, alpha=-rate)
     note["train"], began = time.perf_counter() - began, time.perf_counter()

@@ -1,8 +1,8 @@
-"""python -m benchmarks.ksteps: K-step averaging with learning, in virtual time: what does a larger K cost, and what does it save?
+"""K-step averaging with learning in virtual time: what a larger K costs and saves.
 
-The example task on 4 and on 20 learners, the same samples for everybody. Fixed K from 1 to 64, the adaptive rule of `kstep`,
-ASGD at the best of three rates, and `single`. Beside the held-out loss stand the averages and bytes a learner has spent and the
-virtual time on a network of 1 Gbit/s. Everybody else runs at one rate, report for `single`: nothing is tuned per cell.
+The example task on 4 and on 20 learners, with equal samples: fixed K from 1 to 64, the adaptive rule of `kstep`, ASGD at
+four rates, and `single`. Reported are the held-out loss, the averages and bytes per learner, and the virtual time on a
+network of 1 Gbit/s. All but ASGD use one rate, tuned for `single`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""python -m benchmarks.learning: does every strategy learn what one learner learns, from the same samples?
+"""Held-out loss of every strategy against one learner, from the same samples.
 
-The example task, several numbers of learners, one global batch. Each contestant takes the best of the same three rates; the
-median over seeds counts, against `single` at the same global batch and samples. Two controls show that the task tells good from
-bad: `half` is single with half the samples, `never` are learners that average only at the end.
+The example task, several numbers of learners, one global batch. Every strategy uses the best of the same three rates; the
+median over seeds counts, against `single` with the same global batch and samples. Two controls show that the task separates
+good from bad: `half` is single with half the samples, `never` are learners that average only at the end.
 """
 
 from __future__ import annotations

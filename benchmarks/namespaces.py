@@ -1,11 +1,10 @@
-"""Machines made of network namespaces: hosts on cables with the speed that was asked for.
+"""Machines made of network namespaces, joined by links with a given bandwidth.
 
-Each host is a namespace with one interface. Two hosts share a cable; more of them are plugged into a switch, a namespace
-with a bridge. Both ends of a cable are held to the rate by a token bucket, so each host sends and receives at most that
-much, and the queue before the cable is a few milliseconds long: a small message is not held up for long behind a model
-that is on its way.
+Each host is a namespace with one interface. Two hosts share a cable; more hosts are connected to a switch, a namespace with
+a bridge. A token bucket limits both ends of a cable. The queue before it holds a few milliseconds, so a small message does
+not wait long behind a model.
 
-Everything is named after the process that made it. What a killed process left behind is cleared away by the next one.
+Everything is named after the process that created it. The next process removes what a killed process left.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _sign(pid: int) -> str:
 
 
 def _maker_lives(pid: int) -> bool:
-    """Whoever makes namespaces holds a socket with an abstract name; the kernel frees it with the process."""
+    """Return whether a process lives: it holds an abstract socket, which the kernel frees when the process ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind(_sign(pid))

@@ -1,4 +1,4 @@
-"""The members of a network benchmark, as the process that leads it sees them."""
+"""The processes of a network benchmark, seen from the process that controls them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class NetnsCluster:
             buffer.unlink()
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """torchrun's variables, and what a member of a benchmark needs beside them."""
+        """Return torchrun's variables and those of a worker."""
         home = self.homes[rank]
         return {
             **os.environ,

@@ -1,9 +1,10 @@
-"""One learner of `python -m benchmarks.network`: a process on a host of its own that takes jobs, one JSON line each.
+"""One learner of the network benchmark: a process in a network namespace that executes jobs, one JSON line each.
 
-train      runs a contestant and takes a snapshot of its weights every so often, with the time
-costs      seconds of one exchange and one mean, for `python -m benchmarks.overhead --link`
-evaluate   held-out loss of the mean of several learners' snapshots: this member's share of the held-out set
-Snapshots lie in memory that all members see, whatever their network is like, so judging costs the run nothing.
+train      run a competitor and take snapshots of its weights with their times
+costs      seconds of one exchange and one mean, for `benchmarks.overhead --link`
+evaluate   held-out loss of the mean of several learners' snapshots: this worker's share of the held-out set
+
+Snapshots are in memory that all workers share, so taking and evaluating them does not use the network.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class NetnsWorker:
         self._store = connect_store(address, port, TIMEOUT_S)
         self.module = self.task.build()
         self.parameters = sum(p.numel() for p in self.module.parameters())
-        # What is slow the first time is done now: a learner that came late to its first run would be no match for the others.
+        # warm up now, so that no learner starts its first run late
         kernels.compile_for(torch.float32)
         self.task.batch(0, 0, 1)
         self.task.evaluate(self.module.eval(), 0, 64)
@@ -168,7 +169,8 @@ class NetnsWorker:
         context = single_process_context("cpu") if entry.strategy == "single" else self.create_context(number)
         if entry.uses_engine:
             return self._train_with_engine(entry, context, RunConfig(
-                epochs=samples / self.task.samples, batch=batch, lr=lr, momentum=momentum, eval_at_checkpoint=False, progress="none"
+                epochs=samples / self.task.samples, batch=batch, lr=lr, momentum=momentum, eval_at_checkpoint=False,
+                progress="none",
             ))  # fmt: skip
         return self._train_with_torch(entry, context, lr, momentum, batch, samples)
 

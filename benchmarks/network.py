@@ -1,9 +1,9 @@
-"""python -m benchmarks.network: seconds until the same held-out loss, between machines on a slow network.
+"""Seconds to the same held-out loss between machines on a slow network.
 
-Two machines with one learner each, on cables of 1 Gbit/s and of 200 Mbit/s: network namespaces of this machine (needs
-root; everything made is removed again). The target is fixed by rule before anybody runs: what `single` reaches with the
-global batch after half the sample budget, at the best of three rates. Every contestant then takes the best of the same
-three rates. Weights are photographed with the time during a run and judged afterwards, so judging costs nobody anything.
+Two machines with one learner each, on links of 1 Gbit/s and 200 Mbit/s: network namespaces of this machine (needs root; all
+of them are removed at the end). The target is the loss that `single` reaches with the global batch after half the sample
+budget, at the best of three rates. Every competitor uses the best of the same rates. Snapshots of the weights are taken
+during a run and evaluated afterwards, so the evaluation does not slow the run.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def winner(outcomes: dict[str, list[TimeToLossResult]], link: str) -> str:
     """Who wins, in plain words."""
     times = {name: s for name, runs in outcomes.items() if (s := median(runs, "seconds_to_loss")) is not None}
     if not times:
-        return f"{link}: nobody reached the target."
+        return f"{link}: no competitor reached the target."
     order = sorted(times, key=lambda name: times[name])
     text = f"{link}: {order[0]} wins with {times[order[0]]:.1f} s"
     if len(order) > 1:

@@ -1,10 +1,10 @@
-"""python -m benchmarks.overhead: what one exchange and one mean cost, beside what physics asks for.
+"""Cost of one exchange and one mean, compared with lower bounds.
 
-copy        one plain memory copy of the model's bytes: the least that any exchange can cost
-send_recv   a bare gloo send and receive of the model's bytes, both ways at once: the least that a backend between machines costs
-exchange        one exchange of two learners, from the gradient that makes it due to both having the average
+copy        one memory copy of the model: the lower bound of any exchange
+send_recv   a gloo send and receive of the model in both directions: the lower bound between machines
+exchange    one exchange of two learners, from the step that makes it due to the average on both sides
 mean        one global mean
-buffers     model-sized buffers a learner holds beyond weights, gradients and optimizer state, per strategy (measured)
+buffers     model-sized buffers of a learner beyond weights, gradients and optimizer state, per strategy (measured)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import parser, run_main
+from benchmarks.common import log, parser, run_main
 from benchmarks.namespaces import NetnsMachines, check_namespaces
 from benchmarks.netns_cluster import NetnsCluster
 from roundelay.comm.mpi_backend import MpiCommunicator
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--sizes", default=",".join(SIZES))
     p.add_argument("--repeats", type=int, default=7)
     p.add_argument("--no-buffers", action="store_true", help="leave out the count of buffers")
-    p.add_argument("--link", type=int, default=0, metavar="MBIT", help="only this: two machines on a cable of so many Mbit/s")
+    p.add_argument("--link", type=int, default=0, metavar="MBIT", help="only this: two machines on a link of MBIT Mbit/s")
     args = p.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     results: list[dict[str, Any]] = []
@@ -64,9 +64,9 @@ def main(argv: Sequence[str]) -> int:
             continue
         with MpiPool(2) if backend == "mpi" else ProcessPool(2, backend) as pool:
             for size in args.sizes.split(","):
-                results = pool.run(costs, SIZES[size], args.repeats, size=2, timeout_s=600)[0]
-                results.append({"backend": backend, "parameters": SIZES[size], **results})
-                print(describe(results[-1]), file=sys.stderr, flush=True)
+                costs_s = pool.run(costs, SIZES[size], args.repeats, size=2, timeout_s=600)[0]
+                results.append({"backend": backend, "parameters": SIZES[size], **costs_s})
+                log(describe(results[-1]))
     report: dict[str, Any] = {"results": results}
     if not args.no_buffers:
         report["buffers"] = count_buffers()
@@ -78,15 +78,15 @@ def main(argv: Sequence[str]) -> int:
 def between_machines(mbit: int, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """The same between two network namespaces on a cable."""
     check_namespaces()
-    results = []
+    results: list[dict[str, Any]] = []
     with (
         NetnsMachines(2, mbit) as machines,
         NetnsCluster(machines, [1, 1], "roundelay.testing.tasks:SyntheticFrames", {}) as workers,
     ):
         for parameters in sizes:
-            results = workers.all("costs", 600.0, parameters=parameters, repeats=repeats)[0]
-            results.append({"backend": f"torch, {mbit} Mbit/s", "parameters": parameters, **results})
-            print(describe(results[-1]), file=sys.stderr, flush=True)
+            costs_s = workers.all("costs", 600.0, parameters=parameters, repeats=repeats)[0]
+            results.append({"backend": f"torch, {mbit} Mbit/s", "parameters": parameters, **costs_s})
+            log(describe(results[-1]))
     return results
 
 
@@ -146,16 +146,16 @@ def costs(context: DistributedContext, parameters: int, repeats: int) -> dict[st
             if number:
                 seen[name].append(took)
     gossip_handle.finish()
-    results: dict[str, Any] = {name: round(statistics.median(values), 6) for name, values in seen.items()}
-    results |= {name.replace("_s", "_range_s"): [round(min(v), 6), round(max(v), 6)] for name, v in seen.items()}
+    metrics: dict[str, Any] = {name: round(statistics.median(values), 6) for name, values in seen.items()}
+    metrics |= {name.replace("_s", "_range_s"): [round(min(v), 6), round(max(v), 6)] for name, v in seen.items()}
     if context.rank == 0:
-        results["exchange_over_copy"] = round(
+        metrics["exchange_over_copy"] = round(
             statistics.median(m / c for m, c in zip(seen["exchange_s"], seen["copy_s"], strict=True)), 3
         )
-    results["exchange_over_send_recv"] = round(
+    metrics["exchange_over_send_recv"] = round(
         statistics.median(m / s for m, s in zip(seen["exchange_s"], seen["send_recv_s"], strict=True)), 3
     )
-    return results
+    return metrics
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def describe(r: dict[str, Any]) -> str:
 
 def table(report: dict[str, Any]) -> str:
     lines = [
-        "| backend | parameters | copy ms | gloo send+recv ms | exchange ms | mean ms | exchange ÷ copy | exchange ÷ send+recv |",
+        "| backend | parameters | copy ms | send+recv ms | exchange ms | mean ms | exchange ÷ copy | exchange ÷ send+recv |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in report["results"]:

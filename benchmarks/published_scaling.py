@@ -1,9 +1,8 @@
-"""python -m benchmarks.published_scaling: the published shapes, on virtual clusters, with the published figure beside ours.
+"""Published speed-ups, compared with simulated clusters.
 
-Timing alone, on the presets whose every figure has its source (`roundelay list clusters --json`). One thing is fitted,
-once and for all cells: the seconds per sample of a V100, to the published 40-fold speed-up at 5.2 hours. Four tables:
-speed-up over GPUs; one learner of 16 slowed; rounds to agreement on the fixed and the randomized ring; flat against
-hierarchical.
+Timing-only mode on the presets, whose values have sources (`roundelay list clusters --json`). One value is fitted, once for
+all cells: the seconds per sample of a V100, to the published 40-fold speed-up at 5.2 hours. Four tables: speed-up over GPUs;
+one slow learner of 16; rounds to agreement on the fixed and the randomized ring; flat against hierarchical.
 """
 
 from __future__ import annotations

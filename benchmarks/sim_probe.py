@@ -1,6 +1,6 @@
-"""Learning in virtual time, watched from above: all learners are in one process, so their mean can be judged at any moment.
+"""Learning in virtual time with probes: all learners are in one process, so their mean can be evaluated at any time.
 
-Looking costs no virtual time: it is the observer's computer that judges, not the cluster.
+Probes cost no virtual time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class Probe:
 
 
 class MeanProbe:
-    """Looks at the mean of all learners every so many global samples, with a function of its own. Where learners take turns, it
-    waits for the last of a round: half a round of synchronous SGD would look like a spread."""
+    """A callback that passes the mean of all learners to `see` every `every` global samples.
+
+    With static sharding it waits for the end of a round, because the middle of a synchronous round would look like a spread.
+    """
 
     def __init__(self, every: int, see: Callable[[float, int, Tensor, float], None]) -> None:
         self.every, self._see, self._next = every, see, every
@@ -78,7 +80,7 @@ class LearningRun:
 def learn(
     cluster: Cluster, task: Any, options: EngineConfig, plan: RunConfig, looks: int = 12, seed: int = 0, effective: bool = False
 ) -> LearningRun:
-    """Trains a task in virtual time and judges the mean model on the way and at the end."""
+    """Train a task in virtual time and evaluate the mean model during the run and at the end."""
     seen: list[Probe] = []
     flat = Flat(task.build())
 
@@ -116,7 +118,7 @@ def effective_rate(task: Any, flat: Flat, mean: Tensor, each: Sequence[Tensor]) 
 
 
 def averages_of(strategy: Any, outcome: SimulationResult) -> int:
-    """How often the learners met, or averaged, in the run: what communication was spent on."""
+    """Return the number of averages per learner."""
     steps = outcome.steps // max(outcome.learners, 1)
     if hasattr(strategy, "adaptive") and strategy.adaptive:
         return int(strategy.averages)

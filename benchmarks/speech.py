@@ -1,8 +1,8 @@
-"""python -m benchmarks.speech: every strategy on the same speech, in word errors against `single` at equal samples.
+"""Word error rate of every strategy against `single`, with equal samples on the same speech.
 
 Takes a finished run of a recipe and trains its network again with each strategy: the same features, alignments, windows,
-global batch and rate. Each network is decoded with the run's graph, its acoustic scale choice on dev, and compared with
-`single` of the same seed, utterance by utterance; intervals come from resampling the test set's speakers.
+global batch and rate. Each network is decoded with the graph of the run, its acoustic scale chosen on dev, and compared with
+`single` of the same seed by utterance; intervals come from resampling the speakers of the test set.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(work: PipelineContext, names: Sequence[str], learners: int, seeds: int, epochs: float) -> dict[str, Any]:
-    """Trains whatever is not trained yet, then scores all of it."""
+    """Train what is not cached, then score all strategies."""
     hypotheses: dict[tuple[str, int], Path] = {}
     for seed in range(seeds):
         for name in names:
@@ -79,7 +79,7 @@ def compare(work: PipelineContext, names: Sequence[str], learners: int, seeds: i
 
 
 def one(work: PipelineContext, name: str, learners: int, seed: int, epochs: float) -> Path:
-    """One network: trained, decoded. What is there already, made with the same settings, is kept."""
+    """Train and decode one network, unless the result is cached; return the folder of its hypotheses."""
     choice = dict(CONTESTANTS[name])
     count = choice.setdefault("learners", learners)
     per_learner = int(work.recipe.train.get("batch", 64)) * int(work.recipe.train.get("learners", 1)) // count
@@ -89,9 +89,9 @@ def one(work: PipelineContext, name: str, learners: int, seed: int, epochs: floa
     folder = work.run / "strategies" / f"{name}-{learners}-{seed}-{recipe_config.settings_hash(settings, work.recipe.network)}"
     done = folder / "hypotheses"
     if (done / "complete").exists():
-        work.log(f"{name}, seed {seed}: done before")
+        work.say(f"{name}, seed {seed}: done before")
         return done
-    work.log(f"{name}, seed {seed}: {count} learners with batches of {per_learner}")
+    work.say(f"{name}, seed {seed}: {count} learners with batches of {per_learner}")
     stages.train_network(work, folder / "network", settings, work.run / "alignments", seed)
     stages.finish_network(work, folder / "network", folder / "lstm")
     stages.decode_system(work, folder, "lstm", done)
@@ -102,7 +102,7 @@ def one(work: PipelineContext, name: str, learners: int, seed: int, epochs: floa
 def row(
     corpus: Any, set_name: str, name: str, mine: dict[int, Path], all_of_them: dict[tuple[str, int], Path]
 ) -> dict[str, Any]:
-    """Word errors of a contestant, and its difference to single of the same seeds."""
+    """Return the word error rate of a strategy and its difference to single with the same seeds."""
     refs = {u.id: u.words for u in corpus.utterances}
     speakers = {u.id: u.speaker for u in corpus.utterances}
     ours = [read_text(folder / f"{set_name}.txt") for folder in mine.values()]

@@ -1,10 +1,11 @@
-"""python -m benchmarks.speech_speed: how fast the speech road is on one core, stage by stage, on the data of a finished run.
+"""Speed of the stages of the speech pipeline on one core, on the data of a finished run.
 
-features    log-mels with deltas, normalised, written to disk         seconds of audio per CPU second
-synthesis   speaking and perturbing (where the extra 'synth' is)      seconds of audio per CPU second
+features    log-mels with deltas, normalized, written to disk         seconds of audio per CPU second
+synthesis   synthesis and perturbation (needs the extra 'synth')      seconds of audio per CPU second
 align       a Viterbi pass of training: align, gather statistics      frames per CPU second, monophones and tied states
 decode      network and search at the recipe's beam and scale         seconds of audio per CPU second, every system
-CPU seconds of this process and its children, so that other work on the machine counts little.
+
+CPU seconds of this process and its children, so that other load on the machine matters little.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _alignment_pass(run: Path, system: str, corpus: Corpus, store: FeatureStore)
 
 def _decoding(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
     scale = json.loads((run / "decode" / system / "scale.json").read_text())["acoustic_scale"]
-    system, stream = (
+    model, stream = (
         open_system(run, system),
         stream_for(run, system, store, partial(adapt_unsupervised, run, store, progress="none")),
     )
@@ -115,7 +116,7 @@ def _decoding(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Ca
 
     def job() -> None:
         for utterance in corpus.utterances:
-            decoder.decode(system.scores(stream, utterance.id))
+            decoder.decode(model.scores(stream, utterance.id))
 
     return job
 

@@ -1,7 +1,7 @@
-"""python -m benchmarks.stragglers: one learner of 16 is slow, and all learn; held-out loss against virtual time.
+"""Held-out loss against virtual time with one slow learner of 16.
 
-The example task on 16 equal learners, then with one of them slowed 2 and 10 times: AD-PSGD on the fixed and on the randomized
-ring, delay-by-one and synchronous SGD, all at the same rate and over the same samples. Nothing is tuned per cell.
+The example task on 16 equal learners, then with one of them slowed 2 and 10 times: AD-PSGD on the fixed and the randomized
+ring, delay-by-one and synchronous SGD, at the same rate and over the same samples. Nothing is tuned per cell.
 """
 
 from __future__ import annotations

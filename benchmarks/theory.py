@@ -1,12 +1,11 @@
-"""python -m benchmarks.theory: what the theorems promise beside what the engine does, in virtual time.
+"""Convergence theorems compared with the engine in virtual time.
 
 Gradient norm.  The theorems of D-PSGD and AD-PSGD bound the mean over K rounds of |grad f(mean of the learners)|^2 by a
-constant over sqrt(K L), at a rate proportional to sqrt(L / K), once K is large beside what the topology needs. So the
-table runs that very rate on a small problem that is not convex, and fits the exponents of K and of L; the theorem's are
--1/2 and -1/2.
+constant over sqrt(K L), at a rate proportional to sqrt(L / K), for large K. The table runs this rate on a small non-convex
+problem and fits the exponents of K and L; the theorems say -1/2 and -1/2.
 
 Contraction.  With a rate of zero the learners only average: the factor per round by which their squared spread falls,
-beside that of the matrices (topology.py).
+compared with that of the matrices (topology).
 """
 
 from __future__ import annotations
@@ -105,13 +104,13 @@ def cached_data(task: NonConvexRegression) -> tuple[Tensor, Tensor]:
 
 
 def cluster_of(size: int, even: bool = False) -> Cluster:
-    """Equal learners, with a little jitter or in step; exchanges are short beside gradients."""
+    """Equal learners, with a little jitter or in step; exchanges are short compared with gradients."""
     module = replace(PLAIN, machines=(MachineGroup(1, size),))
     return replace(module, learner=replace(module.learner, jitter=SpeedModel("constant"))) if even else module
 
 
 def gradient_norm(strategy: str, ring: str, rounds: int, size: int, seed: int) -> float:
-    """The mean of |grad f(mean)|^2 over a run of so many rounds at the theorem's rate."""
+    """The mean of |grad f(mean)|^2 over a run of `rounds` rounds at the theorem's rate."""
     task = NonConvexRegression(samples=rounds * size * BATCH, seed=seed)
     norms: list[float] = []
     watch = MeanProbe(size * BATCH, lambda time, samples, mean, spread: norms.append(float(task.gradient(mean).square().sum())))
@@ -156,7 +155,7 @@ class ZeroGradientTask:
 def contraction(strategy: str, ring: str, size: int) -> float:
     """The factor per round by which the squared spread of the engine's learners falls, when they run in step."""
     if topology.topology(ring).random:
-        # the promise is of the expectation, and every round is drawn afresh: the mean of the ratios, not of their logarithms
+        # the theorem is about the expectation, and rounds are independent: average the ratios, not their logarithms
         ratios = [after / before for seed in range(DRAWS) for before, after in pairs(spreads(strategy, ring, size, 14, seed))]
         return sum(ratios) / len(ratios)
     seen = spreads(strategy, ring, size, 60, 0)
@@ -197,7 +196,8 @@ def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list
             seen.append((done, float((all_w - all_w.mean(0)).square().sum())))
 
     plan = RunConfig(
-        epochs=1.0, batch=1, lr=0.0, momentum=0.0, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=1e9, on_step=on_step
+        epochs=1.0, batch=1, lr=0.0, momentum=0.0, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=1e9,
+        on_step=on_step,
     )  # fmt: skip
     options = EngineConfig(strategy=strategy, topology=ring, seed=seed, log_every_s=1e9)
     simulate_task(cluster_of(size, even=True), ZeroGradientTask(size * rounds), options, plan, seed=seed)

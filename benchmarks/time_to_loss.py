@@ -1,4 +1,4 @@
-"""Seconds until a loss: runs of one contest, judged afterwards from the snapshots they took."""
+"""Seconds to a loss, computed after the run from snapshots of the weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from benchmarks.netns_cluster import NetnsCluster
 from roundelay.bench.competitors import Competitor
 
 STEPS_OF_A_ROUND = 8
-"""Runs end on a multiple of this many steps, so that those who accumulate or average every few steps end on an update."""
+"""Runs end on a multiple of this number of steps, so that methods that update every few steps end on an update."""
 SLACK = 1.15
-"""A further rate is given this much more samples than the best rate before it needed: beyond that it cannot win."""
+"""A further rate gets at most this multiple of the samples that the best rate needed: beyond it cannot win."""
 LONGEST_S = 900.0
 
 
 @dataclass(frozen=True)
 class Contest:
-    """What everybody has to do."""
+    """The settings of a comparison."""
 
     batch: int
     """Samples per learner and step."""
@@ -156,7 +156,7 @@ class TimeToLoss:
         return sum(p["samples"] for p in self.snapshots(index).values()) * self._share()
 
     def _share(self) -> float:
-        """Learners per buffer: in a hierarchy an buffer stands for a machine."""
+        """Learners per buffer: in a hierarchy a buffer belongs to a machine."""
         return self.outcome.samples / sum(buffer[-1]["samples"] for buffer in self.buffers.values())
 
     def evaluate(self) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.curves import chart
+from benchmarks.common import chart
 
 DOCS = Path(__file__).parents[1]
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -16,7 +16,7 @@ def stragglers(found: dict[str, Any]) -> str:
     """Held-out loss against virtual time with one learner of 16 ten times slower."""
     rows = [r for r in found["results"] if r["slowdown"] == 10]
     curves = {r["contestant"]: [(look["time_s"], look["loss"]) for look in r["looks"]] for r in rows}
-    return chart("one of 16 learners ten times slower", "held-out loss", curves, across="virtual seconds")
+    return chart("one of 16 learners ten times slower", "virtual seconds", "held-out loss", curves)
 
 
 def batches(found: dict[str, Any]) -> str:
@@ -25,9 +25,7 @@ def batches(found: dict[str, Any]) -> str:
     names = [n for n in dict.fromkeys(r["contestant"] for r in rows) if n != "single"]
     size = found["learners"]
     curves = {name: [(size * r["batch"], r["loss"]) for r in rows if r["contestant"] == name] for name in names}
-    return chart(
-        "after equal samples, each at its best rate", "held-out loss", curves, across="samples per step of all learners"
-    )
+    return chart("after equal samples, each at its best rate", "samples per step of all learners", "held-out loss", curves)
 
 
 PICTURES = {"stragglers": stragglers, "batches": batches}
