@@ -194,7 +194,7 @@ def test_ctrl_c_removes_everything() -> None:
 @pytest.mark.parametrize("missing", ["root", "tools"])
 def test_missing_requirements_are_named(missing: str) -> None:
     if missing == "root" and not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("ip and tc are not installed: that is said first")
+        pytest.skip("ip and tc are not installed: that error comes first")
     code = "import os, sys; from benchmarks import network; from benchmarks.common import run_main\n"
     if missing == "root" and os.geteuid() == 0:
         code += "os.seteuid(65534)\n"
