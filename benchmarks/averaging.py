@@ -1,13 +1,13 @@
-"""roundelay bench averaging: how often to average, and what it costs in three systems.
+"""How often to average, and what it costs in three systems.
 
 job         one process per learner and iteration, then one that averages (benchmarks/job_per_iteration.py, as Kaldi trains)
 persistent  learners that live for the whole run (strategy kstep), data prepared when it is needed
 overlap     the same with loaders in the background
 
 All train the network of a finished recipe run from the same archive, on the same batches in the same order, with the same
-arithmetic: equal rates, plain averages, the optimizer's state forgotten at every average. So models differ by rounding, and
-systems by time alone. `seconds` is the training itself: a persistent learner's start, once per run however long, stands beside
-it as startup_s. Results are kept in RUN/averaging: what is there is not run again.
+arithmetic: equal rates, plain averages, optimizer state reset at every average. So models differ by rounding only, and
+systems by time only. `seconds` is the training itself; startup_s is the start of persistent learners, once per run. Results
+are cached in RUN/averaging.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,12 @@ import torch
 from safetensors.torch import load_file
 
 import roundelay
-from benchmarks import curves
+from benchmarks.common import Points, chart, log, parser, run_main, write_page
 from roundelay import config
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.recipes import config as recipe_config
-from roundelay.recipes import decode_stage, network_stage
-from roundelay.recipes.pipeline_context import PipelineContext, recreate_dir
-from roundelay.recipes.run_layout import RunLayout, aligned_run
+from roundelay.recipes import stages
+from roundelay.recipes.stages import PipelineContext
 from roundelay.recipes.systems import save_network
 from roundelay.speech.hmm.align import Alignments
 from roundelay.speech.nnet.lstm import AcousticModel
@@ -63,13 +62,12 @@ class AveragingCase:
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench averaging",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  roundelay bench averaging recipes/spoken runs/spoken --json\n"
-        "  roundelay bench averaging recipes/spoken runs/spoken network.hidden=96 --repeats 3 --no-wer\n"
-        "  roundelay bench averaging recipes/spoken runs/spoken --systems overlap --optimizers sgd,ngsgd --seeds 3",
+    p = parser(
+        "averaging",
+        __doc__,
+        "python -m benchmarks.averaging recipes/spoken runs/spoken --json\n"
+        "  python -m benchmarks.averaging recipes/spoken runs/spoken network.hidden=96 --repeats 3 --no-wer\n"
+        "  python -m benchmarks.averaging recipes/spoken runs/spoken --systems overlap --optimizers sgd,ngsgd --seeds 3",
     )
     p.add_argument("recipe", metavar="RECIPE")
     p.add_argument("run", metavar="RUN", help="its finished run directory")
@@ -87,18 +85,19 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--jobs", type=int, default=2, help="processes for packing and decoding")
     p.add_argument("--page", default="", metavar="FILE", help="curves; default RUN/averaging/averaging.html")
     p.add_argument("--baseline", metavar="FILE", help="the script job_per_iteration.py; default: the one of the checkout")
-    p.add_argument("--json", action="store_true", help="print JSON")
     args = p.parse_intermixed_args(argv)
     args.baseline = args.baseline or str(BASELINE)
     if args.quick:
         args.frames, args.epochs, args.no_wer = "3000,9000,27000", 0.2, True
-    bench = Bench(args)
+    bench = AveragingBench(args)
     report = bench.run()
     print(json.dumps(report) if args.json else table(report))
     return 0
 
 
-class Bench:
+class AveragingBench:
+    """All cases of one command line."""
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.systems = [s.strip() for s in args.systems.split(",")]
@@ -112,13 +111,13 @@ class Bench:
             )
         recipe = recipe_config.load(args.recipe, args.overrides)
         recipe = replace(recipe, network=replace(recipe.network, packed=True))
-        self.work = PipelineContext(recipe, aligned_run(args.run), args.jobs, progress="plain")
+        self.work = PipelineContext(recipe, stages.aligned_run(args.run), args.jobs, log, progress="plain")
         self.folder = self.work.run / "averaging"
         self.folder.mkdir(exist_ok=True)
         train = recipe.train
         self.batch = int(train.get("batch", 64))
         self.lr = args.lr or float(train.get("lr", 0.1)) / (1 - float(train.get("momentum", 0.9)))
-        self.schedule: dict[str, Any] = {k: train[k] for k in ("schedule", "warmup_epochs", "clip") if k in train}
+        self.schedule: dict[str, Any] = {k: train[k] for k in ("schedule", "warmup_epochs", "max_grad_norm") if k in train}
         if "warmup_epochs" in self.schedule:  # keeps its share of the run
             self.schedule["warmup_epochs"] *= args.epochs / float(train.get("epochs", 1.0))
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -127,17 +126,17 @@ class Bench:
         """Contestants of one setting run one after another, so that a busy hour falls on all of them."""
         first, *others = [o.strip() for o in self.args.optimizers.split(",")]
         last = self.systems[-1]
-        found = [
+        results = [
             AveragingCase(system, frames, 0, repeat, first)
             for repeat in range(self.args.repeats)
             for frames in self.frames
             for system in self.systems
         ]
-        found += [AveragingCase(last, frames, 0, 0, other) for other in others for frames in self.frames]
+        results += [AveragingCase(last, frames, 0, 0, other) for other in others for frames in self.frames]
         ends = sorted({self.frames[0], self.frames[-1]})
         for seed in range(1, self.args.seeds):
-            found += [AveragingCase(last, frames, seed, 0, o) for frames in ends for o in (first, *others)]
-        return found
+            results += [AveragingCase(last, frames, seed, 0, o) for frames in ends for o in (first, *others)]
+        return results
 
     def run(self) -> dict[str, Any]:
         rows = [self.one(case) for case in self.cases()]
@@ -147,50 +146,56 @@ class Bench:
         }  # fmt: skip
         target = Path(self.args.page) if self.args.page else self.folder / "averaging.html"
         draw(report, target)
-        say(f"curves: {target}")
+        log(f"curves: {target}")
         (self.folder / "averaging.json").write_text(json.dumps(report, indent=1))
         return report
 
     def one(self, case: AveragingCase) -> dict[str, Any]:
         args = self.args
-        told = {"learners": args.learners, "epochs": args.epochs, "lr": self.lr, "batch": self.batch, "wer": not args.no_wer}
-        mark = recipe_config.settings_hash(told, self.schedule, self.work.recipe.network)
+        settings = {
+            "learners": args.learners,
+            "epochs": args.epochs,
+            "lr": self.lr,
+            "batch": self.batch,
+            "wer": not args.no_wer,
+        }
+        mark = recipe_config.settings_hash(settings, self.schedule, self.work.recipe.network)
         folder = self.folder / f"{case.name}-{mark}"
         done = folder / "row.json"
         if done.exists():
-            say(f"{case.name}: done before")
+            log(f"{case.name}: done before")
             return dict(json.loads(done.read_text()))
-        recreate_dir(folder)
-        settings = network_stage.training_config(self.work, self.engine(case), self.work.layout.alignments(), case.seed)
-        (folder / "task.toml").write_text(config.dumps(settings))
+        stages.recreate_dir(folder)
+        text = stages.task_file(self.work, self.engine(case), self.work.run / "alignments", case.seed)
+        (folder / "task.toml").write_text(text)
         task = config.build_task(config.load(folder / "task.toml"))
         steps = max(1, round(case.frames / (task.frames_per_sample * self.batch)))
-        say(f"{case.name}: {steps} steps between averages")
+        log(f"{case.name}: {steps} steps between averages")
         began = time.monotonic()
         row = (self.jobs if case.system == "job" else self.persistent)(case, folder, task, steps)
         row["wall_s"] = round(time.monotonic() - began, 3)
-        row |= self.judge(folder, task)
+        row |= self.evaluate(folder, task)
         row = {
             "system": case.system, "frames_per_averaging": case.frames, "steps_per_averaging": steps, "seed": case.seed,
             "repeat": case.repeat, "optimizer": case.optimizer, **row,
         }  # fmt: skip
         done.write_text(json.dumps(row))
         share = f"training {row['training_share']:.3f}"
-        say(f"{case.name}: {row['seconds']:.1f} s, {share}, logprob {row['logprob']:.4f}, WER {row['wer']}")
+        log(f"{case.name}: {row['seconds']:.1f} s, {share}, logprob {row['logprob']:.4f}, WER {row['wer']}")
         return row
 
     def engine(self, case: AveragingCase) -> dict[str, Any]:
         return {
             "strategy": "kstep", "learners": self.args.learners, "epochs": self.args.epochs, "batch": self.batch, "lr": self.lr,
-            "momentum": 0.0, "optimizer": case.optimizer, "loaders": 0 if case.system == "persistent" else 2, **self.schedule,
-            "save_every_epochs": 1e6, "evaluate": False, "progress": "none",
+            "momentum": 0.0, "optimizer": case.optimizer, "num_workers": 0 if case.system == "persistent" else 2,
+            **self.schedule, "checkpoint_every_epochs": 1e6, "eval_at_checkpoint": False, "progress": "none",
         }  # fmt: skip
 
     def first_model(self, task: Any, seed: int) -> AcousticModel:
         torch.manual_seed(seed)
-        made = task.build()
-        assert isinstance(made, AcousticModel)
-        return made
+        model = task.build()
+        assert isinstance(model, AcousticModel)
+        return model
 
     def jobs(self, case: AveragingCase, folder: Path, task: Any, steps: int) -> dict[str, Any]:
         self.first_model(task, case.seed).save(folder / "first")
@@ -198,7 +203,7 @@ class Bench:
             "steps": steps, "batch": self.batch, "epochs": self.args.epochs, "jobs-initial": self.args.learners,
             "jobs-final": self.args.learners, "rate": self.lr / self.args.learners, "best-first": 0, "seed": case.seed,
             "optimizer": case.optimizer, "schedule": self.schedule.get("schedule", "constant"),
-            "warmup-epochs": self.schedule.get("warmup_epochs", 0.0), "clip": self.schedule.get("clip", 0.0),
+            "warmup-epochs": self.schedule.get("warmup_epochs", 0.0), "clip": self.schedule.get("max_grad_norm", 0.0),
         }  # fmt: skip
         archive = task.examples.archive.folder
         command = [
@@ -210,9 +215,9 @@ class Bench:
             str(folder / "jobs"),
             "--json",
         ]
-        found = output([*command, *(part for k, v in options.items() for part in (f"--{k}", str(v)))], folder)
+        results = output([*command, *(part for k, v in options.items() for part in (f"--{k}", str(v)))], folder)
         (folder / "jobs" / "final" / "model.safetensors").rename(folder / "model.safetensors")
-        return {**{k: round(v, 4) for k, v in found.items()}, "startup_s": 0.0}
+        return {**{k: round(v, 4) for k, v in results.items()}, "startup_s": 0.0}
 
     def persistent(self, case: AveragingCase, folder: Path, task: Any, steps: int) -> dict[str, Any]:
         kstep = [f"strategy_options.K={steps}", 'strategy_options.state="reset"']
@@ -228,9 +233,9 @@ class Bench:
             "--json",
         ]
         began = time.perf_counter()
-        found = output(command, folder)
+        results = output(command, folder)
         wall = time.perf_counter() - began
-        ranks = list(found["ranks"].values()) or [found]
+        ranks = list(results["ranks"].values()) or [results]
         seconds = max(r["elapsed_s"] for r in ranks)
         spent = {k: statistics.mean(r.get(f"{k}_s", 0.0) for r in ranks) for k in ("data", "loader", "comm", "save")}
         shares = [1 - sum(r.get(f"{k}_s", 0.0) for k in ("data", "comm", "save")) / r["elapsed_s"] for r in ranks]
@@ -240,30 +245,30 @@ class Bench:
             **{f"{k}_s": round(v, 4) for k, v in spent.items()},
         }  # fmt: skip
 
-    def judge(self, folder: Path, task: Any) -> dict[str, Any]:
+    def evaluate(self, folder: Path, task: Any) -> dict[str, Any]:
         """Log-probability per frame and word errors; a model that was decoded before is not decoded again."""
         model = AcousticModel(task.shape)
         weights = folder / "model.safetensors"
         model.load_state_dict(load_file(str(weights)))
         with torch.no_grad():
             total, frames = task.evaluate(model.eval(), 0, 1)["logprob"]
-        found: dict[str, Any] = {"logprob": total / frames, "wer": None}
+        results: dict[str, Any] = {"logprob": total / frames, "wer": None}
         if self.args.no_wer:
-            return found
-        known = self.folder / "wer.json"
-        rates: dict[str, float] = json.loads(known.read_text()) if known.exists() else {}
+            return results
+        cache = self.folder / "wer.json"
+        rates: dict[str, float] = json.loads(cache.read_text()) if cache.exists() else {}
         digest = hashlib.sha256(weights.read_bytes()).hexdigest()
         if digest not in rates:
-            save_network(recreate_dir(folder / "lstm"), model, self.counts(), {})
-            decode_stage.decode_system(self.work, RunLayout(folder), "lstm", folder / "hypotheses")
+            save_network(stages.recreate_dir(folder / "lstm"), model, self.counts(), {})
+            stages.decode_system(self.work, folder, "lstm", folder / "hypotheses")
             name = self.work.sets()[0]
             refs = {u.id: u.words for u in self.work.corpus(name).utterances}
             rates[digest] = round(score(refs, read_text(folder / "hypotheses" / f"{name}.txt")).wer, 3)
-            known.write_text(json.dumps(rates))
-        return found | {"wer": rates[digest]}
+            cache.write_text(json.dumps(rates))
+        return results | {"wer": rates[digest]}
 
     def counts(self) -> Any:
-        return Alignments.open(self.work.layout.alignments() / "train").counts()
+        return Alignments.open(self.work.run / "alignments" / "train").counts()
 
 
 def output(command: list[str], folder: Path) -> dict[str, Any]:
@@ -280,7 +285,7 @@ def output(command: list[str], folder: Path) -> dict[str, Any]:
 
 def summed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for every setting: medians over repeats and seeds, with ranges."""
-    found = []
+    results = []
     for key in dict.fromkeys((r["optimizer"], r["frames_per_averaging"], r["system"]) for r in rows):
         mine = [r for r in rows if (r["optimizer"], r["frames_per_averaging"], r["system"]) == key]
         row: dict[str, Any] = {"system": key[2], "frames_per_averaging": key[1], "optimizer": key[0], "runs": len(mine)}
@@ -293,19 +298,19 @@ def summed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for k in ("imports_s", "files_s", "data_s", "loader_s", "comm_s", "rest_s")
             if all(k in r for r in mine)
         }
-        found.append(row)
-    return found
+        results.append(row)
+    return results
 
 
 def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What overlap saves of the job system's time, with its imports and without them."""
     results = {(r["system"], r["frames_per_averaging"]): r for r in summed(rows) if r["optimizer"] == rows[0]["optimizer"]}
-    found = []
+    gain_rows: list[dict[str, Any]] = []
     for frames in sorted({f for _, f in results}):
         job, ours = results.get(("job", frames)), results.get(("overlap", frames))
         if job is None or ours is None:
             continue
-        found.append(
+        gain_rows.append(
             {
                 "frames_per_averaging": frames, "job_training_share": job["training_share"],
                 "overlap_training_share": ours["training_share"], "gain": round(1 - ours["seconds"] / job["seconds"], 4),
@@ -313,16 +318,16 @@ def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "job_overhead": {k: round(job[f"{k}_s"] / job["seconds"], 4) for k in ("imports", "files", "data", "rest")},
             }
         )  # fmt: skip
-    for row in sorted(found, key=lambda r: abs(r["job_training_share"] - PAPER["training_share"]))[:1]:
+    for row in sorted(gain_rows, key=lambda r: abs(r["job_training_share"] - PAPER["training_share"]))[:1]:
         row["nearest_to_the_paper"] = True
-    return found
+    return gain_rows
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
     names = {(r["system"], r["optimizer"]) for r in report["results"]}
     several = len({o for _, o in names}) > 1
 
-    def points(value: str) -> dict[str, curves.Points]:
+    def points(value: str) -> dict[str, Points]:
         return {
             f"{system}, {optimizer}" if several else system: [
                 (r["frames_per_averaging"], r[value] if r[value] is not None else float("nan"))
@@ -333,15 +338,15 @@ def draw(report: dict[str, Any], path: Path) -> None:
         }
 
     across = "frames of a learner between averages"
-    wanted: list[tuple[str, str, str, bool]] = [
+    shown: list[tuple[str, str, str, bool]] = [
         ("Seconds for equal samples", "s", "seconds", True),
         ("Share of the time that is training", "", "training_share", True),
         ("Validation log-probability per frame", "", "logprob", False),
         ("Word error rate", "%", "wer", False),
     ]
-    charts = [curves.chart(t, unit, points(value), across=across, from_zero=zero) for t, unit, value, zero in wanted]
+    charts = [chart(title, across, unit or title, points(value), zero=zero) for title, unit, value, zero in shown]
     about = f"{report['learners']} learners, batches of {report['batch']}, {report['epochs']:g} epochs, rate {report['lr']:g}."
-    curves.page(path, "Averaging: how often, and what it costs", about, charts)
+    write_page(path, "Averaging: how often, and what it costs", about, charts)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -366,4 +371,5 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+if __name__ == "__main__":
+    run_main(main)

@@ -1,15 +1,13 @@
-"""roundelay bench batches: how large a batch does each strategy bear? With learning, in virtual time, on a fixed grid.
+"""The largest batch that each strategy bears, with learning in virtual time, on a fixed grid.
 
-16 learners, a one-layer bidirectional LSTM, 4, 12 and 48 samples per learner, about 400,000 samples per run, the rate
-scaled linearly with the batch times 1/2, 1 and 2, no warm-up; three seeds at each contestant's best rate. Controls:
-warm-up at the largest batch, `single` at the small batch, and synchronous SGD whose gradients are taken at weights with
-Gaussian noise as large as the spread of the randomized ring. Held-out loss, spread and effective rate are logged.
-Hours: a run that was stopped goes on where it stood (--keep FILE).
+16 learners, a one-layer bidirectional LSTM, 4, 12 and 48 samples per learner, about 400,000 samples per run. The rate is
+scaled linearly with the batch, times 1/2, 1 and 2, without warm-up; three seeds at the best rate. Controls: warm-up at the
+largest batch, `single` at the small batch, and synchronous SGD whose gradients are taken at weights with Gaussian noise as
+large as the spread of the randomized ring. Takes hours; with --keep FILE an interrupted run is resumed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -23,12 +21,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.sim_probe import ResultCache, learn, one_thread, say
+from benchmarks.common import log, parser, run_main
+from benchmarks.sim_probe import ResultCache, learn, one_thread
 from benchmarks.stragglers import CLUSTER
-from roundelay.cli.tables import markdown
 from roundelay.core.interrupts import block_sigint
-from roundelay.engine.config import TrainConfig
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig
 from roundelay.errors import RoundelayError
+from roundelay.log.output import markdown_table
 from roundelay.simulate.cluster import MachineGroup
 from roundelay.strategies.base import Traits
 from roundelay.strategies.worker import Worker
@@ -66,8 +66,8 @@ class NoisySync:
     weakness: ClassVar[str] = "As sync."
     saved: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(
-        sharding="static", deterministic=True, conserves_mean=True, contracts=False, survives_failures=False, optimizer_state="shared",
-        shares_weights=False, sample_weighting="average",
+        sharding="static", deterministic=True, conserves_mean=True, contracts=False, survives_death=False,
+        optimizer_state="shared", shares_weights=False, sample_weighting="average",
     )  # fmt: skip
 
     def start(self, me: Worker) -> None:
@@ -75,8 +75,8 @@ class NoisySync:
 
     def step(self, me: Worker) -> None:
         w = me.w.clone()
-        dice = torch.Generator().manual_seed(1_000_003 * me.rank + me.k)
-        noise = torch.randn(w.numel(), generator=dice, dtype=w.dtype)
+        rng = torch.Generator().manual_seed(1_000_003 * me.rank + me.k)
+        noise = torch.randn(w.numel(), generator=rng, dtype=w.dtype)
         me.assign_(w + noise * (self.size * w.norm() / math.sqrt(w.numel())))
         d = me.delta(me.mean_grad())
         me.assign_(w - d)
@@ -109,17 +109,18 @@ def run(cell: Cell) -> dict[str, Any]:
         strategy, settings = "benchmarks.batches:NoisySync", {"size": cell.noise}
     size = 1 if strategy == "single" else SIZE
     batch = cell.batch * SIZE if size == 1 else cell.batch
-    rate = RATE * cell.factor * cell.batch / BATCHES[0]
-    config = TrainConfig(
+    options = EngineConfig(
         strategy=strategy, strategy_options=settings, topology=ring, seed=cell.seed, schedule="cosine",
-        warmup_epochs=cell.warmup, log_every_s=1e9, epochs=cell.epochs, batch=batch, lr=rate,
+        warmup_epochs=cell.warmup, log_every_s=1e9,
     )  # fmt: skip
+    rate = RATE * cell.factor * cell.batch / BATCHES[0]
+    plan = RunConfig(epochs=cell.epochs, batch=batch, lr=rate, momentum=0.9)
     task = replace(TASK, seed=cell.seed, samples=cell.samples)
     cluster = replace(CLUSTER, machines=(MachineGroup(size, 1),))
-    made = learn(cluster, task, config, looks=LOOKS, seed=cell.seed, effective=size > 1)
-    looks = [asdict(look) for look in made.looks]
+    learned = learn(cluster, task, options, plan, looks=LOOKS, seed=cell.seed, effective=size > 1)
+    looks = [asdict(look) for look in learned.looks]
     return {
-        "loss": made.loss if math.isfinite(made.loss) else None,
+        "loss": learned.loss if math.isfinite(learned.loss) else None,
         "rate": rate,
         "spread": statistics.fmean(look["spread"] for look in looks) if looks else None,
         "looks": looks,
@@ -127,38 +128,32 @@ def run(cell: Cell) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench batches",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: roundelay bench batches --keep batches.jsonl --jobs 2",
-    )
-    p.add_argument("--json", action="store_true", help="print JSON")
+    p = parser("batches", __doc__, "python -m benchmarks.batches --keep batches.jsonl --jobs 2")
     p.add_argument("--quick", action="store_true", help="a hundredth of the samples, two batches, one seed: shows that it runs")
     p.add_argument("--keep", metavar="FILE", help="results are kept here line by line; what is there is not run again")
     p.add_argument("--jobs", type=int, default=1, help="processes")
     args = p.parse_args(argv)
     grid = Grid(ResultCache(Path(args.keep) if args.keep else None), args.jobs, args.quick)
-    found = grid.table()
-    print(json.dumps(found) if args.json else show(found))
+    report = grid.table()
+    print(json.dumps(report) if args.json else show(report))
     return 0
 
 
 class Grid:
     """The grid, run in an order that each stage can build on."""
 
-    def __init__(self, kept: ResultCache, jobs: int, quick: bool) -> None:
-        self.kept, self.jobs, self.quick = kept, jobs, quick
+    def __init__(self, cache: ResultCache, jobs: int, quick: bool) -> None:
+        self.cache, self.jobs, self.quick = cache, jobs, quick
         self.batches = BATCHES[:2] if quick else BATCHES
         self.factors = (1.0,) if quick else FACTORS
         self.seeds = 1 if quick else SEEDS
 
     def cell(self, contestant: str, batch: int, factor: float, **more: Any) -> Cell:
-        made = Cell(contestant, batch, factor, **more)
-        return replace(made, epochs=1.0, samples=TASK.samples // 20) if self.quick else made
+        learned = Cell(contestant, batch, factor, **more)
+        return replace(learned, epochs=1.0, samples=TASK.samples // 20) if self.quick else learned
 
     def run_all(self, cells: Sequence[Cell]) -> None:
-        wanted = [cell for cell in dict.fromkeys(cells) if cell.key not in self.kept.rows]
+        wanted = [cell for cell in dict.fromkeys(cells) if cell.key not in self.cache.rows]
         if self.jobs == 1:
             for cell in wanted:
                 self._take(cell, run(cell))
@@ -170,21 +165,21 @@ class Grid:
                 for cell, result in zip(wanted, results, strict=True):
                     self._take(cell, result)
             except BrokenProcessPool:
-                do = "it may have run out of memory: use fewer jobs; with --keep the same command goes on"
-                raise RoundelayError("a working process died", where=f"one of {self.jobs} jobs", hint=do) from None
+                hint = "use fewer jobs if memory ran out; with --keep the same command resumes"
+                raise RoundelayError("a worker process died", where=f"one of {self.jobs} jobs", hint=hint) from None
             except KeyboardInterrupt:
                 for child in active_children():
                     child.kill()  # a cell takes minutes
                 raise
 
     def _take(self, cell: Cell, result: dict[str, Any]) -> None:
-        self.kept.get(cell.key, lambda: result)
+        self.cache.get(cell.key, lambda: result)
         loss = "diverged" if result["loss"] is None else f"{result['loss']:.4f}"
-        say(f"{cell.contestant:<20} batch {cell.batch:>3}  rate x {cell.factor:g}  seed {cell.seed}  {loss}")
+        log(f"{cell.contestant:<20} batch {cell.batch:>3}  rate x {cell.factor:g}  seed {cell.seed}  {loss}")
 
     def loss(self, cell: Cell) -> float:
-        found = self.kept.rows[cell.key]["loss"]
-        return math.inf if found is None else float(found)
+        report = self.cache.rows[cell.key]["loss"]
+        return math.inf if report is None else float(report)
 
     def best(self, name: str, batch: int, **more: Any) -> float:
         """The best factor, by the first seed."""
@@ -195,7 +190,7 @@ class Grid:
         self.run_all([self.cell(n, b, f) for b in reversed(self.batches) for n in names for f in self.factors])
         self.run_all([self.cell("single", self.batches[0], f) for f in self.factors])
         largest = self.batches[-1]
-        noise = {b: self.kept.rows[self.cell("adpsgd, random_ring", b, 1.0).key]["spread"] or 0.0 for b in self.batches}
+        noise = {b: self.cache.rows[self.cell("adpsgd, random_ring", b, 1.0).key]["spread"] or 0.0 for b in self.batches}
         self.run_all([self.cell(NOISY, b, f, noise=noise[b]) for b in self.batches for f in self.factors])
         warm = 0.1 * EPOCHS
         self.run_all([self.cell(n, largest, f, warmup=warm) for n in names for f in self.factors])
@@ -212,7 +207,7 @@ class Grid:
         best = self.best(name, batch, **more)
         cells = [self.cell(name, batch, best, seed=s, **more) for s in range(seeds or self.seeds)]
         losses = [self.loss(cell) for cell in cells]
-        looks = self.kept.rows[cells[0].key]["looks"]
+        looks = self.cache.rows[cells[0].key]["looks"]
         ratios = [look["effective"] for look in looks if look["effective"] is not None]
         return {
             "contestant": name,
@@ -221,7 +216,7 @@ class Grid:
             "loss": finite(statistics.median(losses)),
             "range": [finite(min(losses)), finite(max(losses))],
             "by_factor": {str(f): finite(self.loss(self.cell(name, batch, f, **more))) for f in self.factors},
-            "spread": self.kept.rows[cells[0].key]["spread"],
+            "spread": self.cache.rows[cells[0].key]["spread"],
             "effective_rate_first_and_last": [ratios[0], ratios[-1]] if ratios else None,
         }
 
@@ -230,15 +225,19 @@ def finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def show(found: dict[str, Any]) -> str:
+def show(report: dict[str, Any]) -> str:
     rows = [
         [
             r["contestant"], r["batch"], r["best_factor"], r["loss"],
-            *(r["by_factor"][str(f)] for f in found["factors"]), r["spread"],
+            *(r["by_factor"][str(f)] for f in report["factors"]), r["spread"],
             None if r["effective_rate_first_and_last"] is None
             else " -> ".join(f"{x:.3f}" for x in r["effective_rate_first_and_last"]),
         ]
-        for r in found["results"]
+        for r in report["results"]
     ]  # fmt: skip
-    head = ["", "batch per learner", "best factor", "held-out loss", *(f"rate x {f:g}" for f in found["factors"])]
-    return markdown([*head, "spread", "effective rate, first -> last"], rows) + "\n\n('-': diverged)"
+    head = ["", "batch per learner", "best factor", "held-out loss", *(f"rate x {f:g}" for f in report["factors"])]
+    return markdown_table([*head, "spread", "effective rate, first -> last"], rows) + "\n\n('-': diverged)"
+
+
+if __name__ == "__main__":
+    run_main(main)

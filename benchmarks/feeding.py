@@ -1,10 +1,9 @@
-"""roundelay bench feeding: what archives and loaders deliver, and whether a gradient ever waits for them.
+"""Rate and memory of archives and loaders, and whether a gradient waits for them.
 
-delivery   frames per second of CPU time and of wall time in one thread: read, checked, decompressed, with deltas, shuffled,
-           side by side as float32. Frames that count; the margins around them are delivered, too
-memory     peak of a process that goes through a whole epoch with two loaders: for an archive, and for one 20 times as large
-           (the same examples written 20 times over), which must not matter
-waiting    with RECIPE and RUN: the run's network trained from an archive; loader_s as a share of the learners' time
+delivery   frames per CPU second and per second in one thread: read, verify, decompress, add deltas, shuffle, collate as
+           float32. Context frames around a window are delivered, too, but not counted
+memory     peak memory of one epoch with two loaders, for an archive and for one 20 times as large
+waiting    with RECIPE and RUN: the network of the run trained from an archive; loader_s as a share of the learners' time
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import parser, run_main
 from roundelay.data import writer
-from roundelay.data.archive import Archive, ArchiveMetadata, Layout, encode
+from roundelay.data.archive import About, Archive, Layout, encode
 from roundelay.data.examples import Examples
 from roundelay.data.loader import PrefetchLoader
 from roundelay.errors import RoundelayError, UsageError
@@ -36,11 +36,8 @@ BLOCK, LARGER, BATCHES = 256, 20, (32, 128)
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench feeding",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  roundelay bench feeding --json\n  roundelay bench feeding recipes/spoken runs/spoken",
+    p = parser(
+        "feeding", __doc__, "python -m benchmarks.feeding --json\n  python -m benchmarks.feeding recipes/spoken runs/spoken"
     )
     p.add_argument("recipe", nargs="?", default="", metavar="RECIPE")
     p.add_argument("run", nargs="?", default="", metavar="RUN", help="its finished run directory")
@@ -49,7 +46,6 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--learners", type=int, default=2)
     p.add_argument("--epochs", type=float, default=0.5, help="of the training that is watched")
     p.add_argument("--quick", action="store_true", help="8 blocks, a tenth of an epoch")
-    p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--go-through", default="", metavar="ARCHIVE", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.go_through:
@@ -77,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def random_archive(folder: Path, blocks: int, times: int) -> Archive:
-    """Random features of the usual shape; every block written so many times."""
+    """Write an archive of random features; every block is written `times` times."""
     random = np.random.default_rng(0)
     stored = LAYOUT.window + 2 * (LAYOUT.context + LAYOUT.reach)
     once = []
@@ -87,13 +83,13 @@ def random_archive(folder: Path, blocks: int, times: int) -> Archive:
         targets = [random.integers(0, 500, LAYOUT.window).astype(np.int32) for _ in range(BLOCK)]
         numbers = np.arange(number * BLOCK, (number + 1) * BLOCK)
         data, frames = encode(LAYOUT, numbers, np.zeros((BLOCK, 2), int), values, ranges, targets)
-        once.append(writer.EncodedBlock(data, BLOCK, frames, BLOCK * LAYOUT.window))
+        once.append(writer.Encoded(data, BLOCK, frames, BLOCK * LAYOUT.window))
 
-    def repeated() -> Iterator[writer.EncodedBlock]:
+    def repeated() -> Iterator[writer.Encoded]:
         for _ in range(times):
             yield from once
 
-    return writer.write(folder, ArchiveMetadata(LAYOUT, 0, BLOCK, {}, 500), repeated())
+    return writer.write(folder, About(LAYOUT, 0, BLOCK, {}, 500), repeated())
 
 
 def delivery(archive: Archive, batch: int, repeats: int) -> dict[str, Any]:
@@ -117,7 +113,7 @@ def delivery(archive: Archive, batch: int, repeats: int) -> dict[str, Any]:
 
 
 def in_a_process(archive: Archive) -> dict[str, Any]:
-    command = [sys.executable, "-m", "roundelay", "bench", "feeding", "--go-through", str(archive.folder)]
+    command = [sys.executable, "-m", "benchmarks.feeding", "--go-through", str(archive.folder)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(ended.stdout.splitlines()[-1]))
 
@@ -130,9 +126,9 @@ def go_through(folder: Path) -> dict[str, Any]:
     examples.batch(0, 0, batch)  # compiled, and the first pages touched
     before, most, seen = resident(), 0, 0
     checks = np.int64(0)
-    for number, (_, made) in enumerate(PrefetchLoader(spans, lambda span: examples.batch(0, *span), workers=2)):
-        seen += len(made.numbers)
-        checks += made.numbers.sum()
+    for number, (_, batch_data) in enumerate(PrefetchLoader(spans, lambda span: examples.batch(0, *span), workers=2)):
+        seen += len(batch_data.numbers)
+        checks += batch_data.numbers.sum()
         if number % 16 == 0:
             most = max(most, resident())
     blocks = examples.archive.blocks
@@ -152,36 +148,32 @@ def resident() -> int:
 
 def waiting(args: argparse.Namespace) -> dict[str, Any]:
     """The recipe's training, from an archive, with the recipe's strategy."""
-    from roundelay import config
     from roundelay.recipes import config as recipe_config
-    from roundelay.recipes import network_stage
-    from roundelay.recipes.pipeline_context import PipelineContext
-    from roundelay.recipes.run_layout import aligned_run
+    from roundelay.recipes import stages
 
-    run, recipe = aligned_run(args.run), recipe_config.load(args.recipe)
+    run, recipe = stages.aligned_run(args.run), recipe_config.load(args.recipe)
     recipe = replace(recipe, network=replace(recipe.network, packed=True))
-    work = PipelineContext(recipe, run, 2, progress="plain")
+    work = stages.PipelineContext(recipe, run, 2, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
     folder = Path(tempfile.mkdtemp(prefix="roundelay-waiting-"))
     try:
-        told = {
-            **recipe.train, "learners": args.learners, "epochs": args.epochs, "evaluate": False, "save_every_epochs": 1e6,
-            "progress": "none",
+        settings = {
+            **recipe.train, "learners": args.learners, "epochs": args.epochs, "eval_at_checkpoint": False,
+            "checkpoint_every_epochs": 1e6, "progress": "none",
         }  # fmt: skip
-        settings = network_stage.training_config(work, told, work.layout.alignments(), recipe.seed)
-        (folder / "task.toml").write_text(config.dumps(settings))
+        (folder / "task.toml").write_text(stages.task_file(work, settings, work.run / "alignments", recipe.seed))
         command = [sys.executable, "-m", "roundelay", "train", str(folder / "task.toml"), f"run={folder / 'run'}", "--json"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if ended.returncode:
             raise RoundelayError(
                 f"training ended with exit code {ended.returncode}", where=str(work.run), hint="see the lines above"
             )
-        found = json.loads(ended.stdout.splitlines()[-1])
-        ranks = list(found["ranks"].values()) or [found]
+        results = json.loads(ended.stdout.splitlines()[-1])
+        ranks = list(results["ranks"].values()) or [results]
     finally:
         shutil.rmtree(folder)
     elapsed, loader = (sum(r.get(key, 0.0) for r in ranks) for key in ("elapsed_s", "loader_s"))
     return {
-        "strategy": told.get("strategy"), "learners": args.learners, "steps": sum(r["steps"] for r in ranks),
+        "strategy": settings.get("strategy"), "learners": args.learners, "steps": sum(r["steps"] for r in ranks),
         "elapsed_s": round(elapsed, 3), "loader_s": round(loader, 4), "wait_share": round(loader / elapsed, 6),
     }  # fmt: skip
 
@@ -204,3 +196,7 @@ def table(report: dict[str, Any]) -> str:
             f"({100 * w['wait_share']:.2f} %)"
         )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,8 +1,8 @@
 """The baseline: one process per learner and iteration, then a process that averages, as Kaldi's nnet3 scripts train.
 
 Iteration i starts num_jobs(i) processes. Each reads the model from disk, loads and preprocesses its own examples, trains on
-them, writes its model and its objective, and ends. A process that averages reads all models and writes the next one. What the
-scripts do beside that is done here, too (source: kaldi, steps/libs/nnet3/train):
+them, writes its model and its objective, and ends. A process that averages reads all models and writes the next one. It also
+does what the scripts do in addition (source: kaldi, steps/libs/nnet3/train):
 
     jobs       ramp up linearly from --jobs-initial to --jobs-final
     rate       the effective rate times the number of jobs, which averaging divides by again
@@ -34,7 +34,7 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     q = commands.add_parser("run", help="train: all iterations")
-    q.add_argument("archive", help="made by roundelay pack")
+    q.add_argument("archive", help="data by roundelay pack")
     q.add_argument("model", help="the first model: a folder with model.json and model.safetensors")
     q.add_argument("out", help="a new folder; the trained model will be in OUT/final")
     q.add_argument("--steps", type=int, default=100, help="mini-batches of a job in an iteration")
@@ -59,8 +59,8 @@ def main() -> int:
         commands.add_parser(name).add_argument("order")
     args = p.parse_args()
     if args.command == "run":
-        found = run(args)
-        print(json.dumps(found) if args.json else "\n".join(f"{key}: {value}" for key, value in found.items()))
+        results = run(args)
+        print(json.dumps(results) if args.json else "\n".join(f"{key}: {value}" for key, value in results.items()))
         return 0
     order = json.loads(Path(args.order).read_text())
     return job(order) if args.command == "job" else average(order)
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             spent[kind] += averaged[kind]
         position, iteration = max(note["position"] for note in notes), iteration + 1
         line = f"iteration {iteration}: {jobs} jobs, {position}/{total} samples, objective {averaged['objective']:.4f}"
-        print(f"{line}, {seconds:.1f} s{averaged['said']}", file=sys.stderr, flush=True)
+        print(f"{line}, {seconds:.1f} s{averaged['remark']}", file=sys.stderr, flush=True)
         shutil.rmtree(here)
         shutil.rmtree(model)
     seconds = time.perf_counter() - began
@@ -162,8 +162,8 @@ def job(order: dict[str, Any]) -> int:
     )
     loaded, position = [], order["position"]
     for claim in StaticSharding(dealt):
-        made = examples.batch(claim.epoch, claim.start, claim.stop) if claim.stop > claim.start else None
-        tensors = None if made is None else (torch.from_numpy(made.x), torch.from_numpy(made.y))
+        data = examples.batch(claim.epoch, claim.start, claim.stop) if claim.stop > claim.start else None
+        tensors = None if data is None else (torch.from_numpy(data.x), torch.from_numpy(data.y))
         loaded.append((claim.step_info.position, tensors))
         position = claim.span[1]
         if len(loaded) == order["steps"]:
@@ -192,6 +192,7 @@ def job(order: dict[str, Any]) -> int:
             continue
         with torch.no_grad():
             for number, p in enumerate(parameters):
+                assert p.grad is not None
                 u = p.grad if velocity is None else velocity[number].mul_(order["momentum"]).add_(p.grad)
                 p.add_(u, alpha=-rate)
     note["train"], began = time.perf_counter() - began, time.perf_counter()
@@ -219,21 +220,23 @@ def average(order: dict[str, Any]) -> int:
     note: dict[str, Any] = {"imports": time.time() - LAUNCHED}
     began = time.perf_counter()
     folders = [Path(folder) for folder in order["inputs"]]
-    told = [json.loads((folder / "note.json").read_text()) for folder in folders]
-    trained = {f: t["objective"] for f, t in zip(folders, told, strict=True) if t["steps"] and t["objective"] == t["objective"]}
+    job_notes = [json.loads((folder / "note.json").read_text()) for folder in folders]
+    trained = {
+        f: t["objective"] for f, t in zip(folders, job_notes, strict=True) if t["steps"] and t["objective"] == t["objective"]
+    }
     if not trained:
         raise SystemExit("every job has diverged")
     best = min(trained, key=lambda folder: trained[folder])
     accepted = [best] if order["best"] else [f for f in trained if trained[f] <= trained[best] + order["reject"]]
     dropped = len(folders) - len(accepted)
-    said = ", best job taken" if order["best"] else f", {dropped} models rejected" if dropped else ""
+    remark = ", best job taken" if order["best"] else f", {dropped} models rejected" if dropped else ""
     models = [load_file(str(folder / "model.safetensors")) for folder in accepted]
     mean = {name: torch.stack([m[name] for m in models]).mean(0) for name in models[0]}
     out = Path(order["out"])
     out.mkdir()
     save_file(mean, str(out / "model.safetensors"))
     (out / "model.json").write_text((best / "model.json").read_text())
-    note |= {"files": time.perf_counter() - began, "said": said, "objective": trained[best]}
+    note |= {"files": time.perf_counter() - began, "remark": remark, "objective": trained[best]}
     (out / "note.json").write_text(json.dumps(note))
     return 0
 

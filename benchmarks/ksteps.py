@@ -1,22 +1,23 @@
-"""roundelay bench ksteps: K-step averaging with learning, in virtual time: what does a larger K cost, and what does it save?
+"""K-step averaging with learning in virtual time: what a larger K costs and saves.
 
-The example task on 4 and on 20 learners, the same samples for everybody. Fixed K from 1 to 64, the adaptive rule of `kstep`,
-ASGD at the best of three rates, and `single`. Beside the held-out loss stand the averages and bytes a learner has spent and the
-virtual time on a network of 1 Gbit/s. Everybody else runs at one rate, found for `single`: nothing is tuned per cell.
+The example task on 4 and on 20 learners, with equal samples: fixed K from 1 to 64, the adaptive rule of `kstep`, ASGD at
+four rates, and `single`. Reported are the held-out loss, the averages and bytes per learner, and the virtual time on a
+network of 1 Gbit/s. All but ASGD use one rate, tuned for `single`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.sim_probe import Learned, learn, one_thread, say
-from roundelay.cli.tables import markdown
-from roundelay.engine.config import TrainConfig
+from benchmarks.common import log, parser, run_main
+from benchmarks.sim_probe import LearningRun, learn, one_thread
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig
 from roundelay.errors import UsageError
+from roundelay.log.output import markdown_table
 from roundelay.simulate.cluster import Cluster, ComputeModel, LinkModel, LinkModels, MachineGroup, SpeedModel
 from roundelay.testing.tasks import SyntheticFrames
 
@@ -36,23 +37,17 @@ ETHERNET = Cluster(
 )
 
 
-def run(size: int, strategy: str, settings: dict[str, Any], rate: float, epochs: float, seed: int) -> Learned:
-    config = TrainConfig(
-        strategy=strategy, strategy_options=settings, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs, log_every_s=1e9,
-        epochs=epochs, batch=PER_LEARNER[size], lr=rate,
-    )  # fmt: skip
+def run(size: int, strategy: str, settings: dict[str, Any], rate: float, epochs: float, seed: int) -> LearningRun:
+    options = EngineConfig(
+        strategy=strategy, strategy_options=settings, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs, log_every_s=1e9
+    )
+    plan = RunConfig(epochs=epochs, batch=PER_LEARNER[size], lr=rate, momentum=0.9)
     cluster = replace(ETHERNET, machines=(MachineGroup(size, 1),))
-    return learn(cluster, replace(TASK, seed=seed), config, looks=1, seed=seed)
+    return learn(cluster, replace(TASK, seed=seed), options, plan, looks=1, seed=seed)
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench ksteps",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: roundelay bench ksteps --quick",
-    )
-    p.add_argument("--json", action="store_true", help="print JSON")
+    p = parser("ksteps", __doc__, "python -m benchmarks.ksteps --quick")
     p.add_argument("--quick", action="store_true", help="4 learners, one epoch, three K: shows that it runs")
     p.add_argument("--seeds", type=int, default=1)
     p.add_argument("--learners", default="4,20", help="only these numbers of learners, such as 20")
@@ -62,16 +57,16 @@ def main(argv: Sequence[str]) -> int:
     fixed = FIXED[::3] if args.quick else FIXED
     epochs = 1.0 if args.quick else EPOCHS
     if not set(sizes) <= set(PER_LEARNER) - {1}:
-        raise UsageError(f"--learners {args.learners}", where="bench ksteps", hint="choose among 4 and 20")
-    found = table(sizes, fixed, epochs, 1 if args.quick else args.seeds)
-    print(json.dumps(found) if args.json else show(found))
+        raise UsageError(f"--learners {args.learners}", where="ksteps", hint="choose among 4 and 20")
+    report = table(sizes, fixed, epochs, 1 if args.quick else args.seeds)
+    print(json.dumps(report) if args.json else show(report))
     return 0
 
 
 def contestants(fixed: Sequence[int]) -> list[tuple[str, str, dict[str, Any], float]]:
     """(name, strategy, settings, rate)."""
     rows: list[tuple[str, str, dict[str, Any], float]] = [(f"K = {K}", "kstep", {"K": K}, RATE) for K in fixed]
-    rows.append(("adaptive K", "adaptive_kstep", {"K": 8}, RATE))
+    rows.append(("adaptive K", "kstep", {"K": 8, "adaptive": True}, RATE))
     rows += [(f"asgd, rate x {r:g}", "asgd", {}, RATE * r) for r in ASGD_RATES]
     return rows
 
@@ -81,9 +76,9 @@ def table(sizes: Sequence[int], fixed: Sequence[int], epochs: float, seeds: int)
     rows = [row_of("single", 1, RATE, single)]
     for size in sizes:
         for name, strategy, settings, rate in contestants(fixed):
-            made = [run(size, strategy, settings, rate, epochs, seed) for seed in range(seeds)]
-            rows.append(row_of(name, size, rate, made))
-            say(f"{size:>3} learners  {name:<18} loss {rows[-1]['loss']:.4f}  averages {rows[-1]['averages']}")
+            runs = [run(size, strategy, settings, rate, epochs, seed) for seed in range(seeds)]
+            rows.append(row_of(name, size, rate, runs))
+            log(f"{size:>3} learners  {name:<18} loss {rows[-1]['loss']:.4f}  averages {rows[-1]['averages']}")
     return {
         "results": rows,
         "verdicts": [verdict(rows, size) for size in sizes],
@@ -93,15 +88,15 @@ def table(sizes: Sequence[int], fixed: Sequence[int], epochs: float, seeds: int)
     }
 
 
-def row_of(name: str, size: int, rate: float, made: list[Learned]) -> dict[str, Any]:
-    done = [m.outcome for m in made if m.outcome is not None]
+def row_of(name: str, size: int, rate: float, runs: list[LearningRun]) -> dict[str, Any]:
+    done = [m.outcome for m in runs if m.outcome is not None]
     per_learner = max(len(done), 1)
     return {
         "contestant": name,
         "learners": size,
         "rate": rate,
-        "loss": sum(m.loss for m in made) / len(made),
-        "averages": round(sum(m.averages for m in made) / len(made)),
+        "loss": sum(m.loss for m in runs) / len(runs),
+        "averages": round(sum(m.averages for m in runs) / len(runs)),
         "megabytes_per_learner": sum(o.bytes_per_step * o.steps / size for o in done) / per_learner / 1e6,
         "virtual_s": sum(o.elapsed_s for o in done) / per_learner,
         "staleness": sum(o.staleness_mean for o in done) / per_learner,
@@ -127,14 +122,18 @@ def verdict(rows: Sequence[dict[str, Any]], size: int) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> str:
+def show(report: dict[str, Any]) -> str:
     head = ["", "learners", "rate", "held-out loss", "averages", "MB sent per learner", "virtual s", "staleness"]
     keys = ("contestant", "learners", "rate", "loss", "averages", "megabytes_per_learner", "virtual_s", "staleness")
-    lines = [markdown(head, [[r[k] for k in keys] for r in found["results"]]), ""]
-    for v in found["verdicts"]:
+    lines = [markdown_table(head, [[r[k] for k in keys] for r in report["results"]]), ""]
+    for v in report["verdicts"]:
         lines.append(
             f"{v['learners']} learners: adaptive {v['adaptive_loss']:.4f} with {v['adaptive_averages']} averages; best fixed: "
             f"{v['best_fixed']} with {v['best_fixed_loss']:.4f} and {v['best_fixed_averages']}: "
             + ("at most that loss with no more averages" if v["holds"] else "not better on both counts")
         )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_main(main)

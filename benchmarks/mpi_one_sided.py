@@ -31,28 +31,28 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=15)
     args = p.parse_args()
     torch.set_num_threads(1)
-    context = context_from_env(backend="mpi", host="auto", timeout_s=120, device="cpu", machines=0, digest={})
+    context = context_from_env(backend="mpi", bind_address="auto", timeout_s=120, device="cpu", simulate_nodes=0, digest={})
     comm: Any = context.comm
     assert isinstance(comm, MpiCommunicator)
-    found: dict[str, dict[str, float]] = {}
+    seconds: dict[str, dict[str, float]] = {}
     for size in SIZES:
-        found |= by_agent(context.rank, comm, torch.randn(size), args.idle, args.repeats)
-        found |= by_window(context.rank, comm, np.random.randn(size).astype(np.float32), args.idle, args.repeats)
+        seconds |= by_message(context.rank, comm, torch.randn(size), args.idle, args.repeats)
+        seconds |= by_window(context.rank, comm, np.random.randn(size).astype(np.float32), args.idle, args.repeats)
     if context.rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(seconds), flush=True)
     comm.all_reduce_mean(torch.zeros(1)).wait()
     context.close()
 
 
-def by_agent(rank: int, comm: MpiCommunicator, x: torch.Tensor, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
+def by_message(rank: int, comm: MpiCommunicator, x: torch.Tensor, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
     part = comm.new_group([0, 1], f"size-{len(x)}")
     assert part is not None
     part.publish(x)
     out = torch.empty_like(x)
-    verbs = {"get": lambda: part.get(1, out), "add": lambda: part.add(1, x)}
-    found = measured(rank, comm, f"agent {len(x)}", verbs, idle, repeats)
+    operations = {"get": lambda: part.remote_get(1, out), "add": lambda: part.remote_add(1, x)}
+    seconds = measured(rank, comm, f"message {len(x)}", operations, idle, repeats)
     part.close()
-    return found
+    return seconds
 
 
 def by_window(rank: int, comm: MpiCommunicator, x: np.ndarray, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
@@ -78,26 +78,26 @@ def by_window(rank: int, comm: MpiCommunicator, x: np.ndarray, idle: bool, repea
         window.Accumulate(x, 1, op=mpi.SUM)
         window.Unlock(1)
 
-    found = measured(rank, comm, f"window {len(x)}", {"get": get, "add": add}, idle, repeats)
+    seconds = measured(rank, comm, f"window {len(x)}", {"get": get, "add": add}, idle, repeats)
     done.set()
     comm.all_reduce_mean(torch.zeros(1)).wait()
     window.Free()
-    return found
+    return seconds
 
 
 def measured(
-    rank: int, comm: MpiCommunicator, name: str, verbs: dict[str, Callable[[], Any]], idle: bool, repeats: int
+    rank: int, comm: MpiCommunicator, name: str, operations: dict[str, Callable[[], Any]], idle: bool, repeats: int
 ) -> dict[str, dict[str, float]]:
     comm.all_reduce_mean(torch.zeros(1)).wait()
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     if rank == 0:
-        for verb, call in verbs.items():
+        for name_, call in operations.items():
             times = []
             for _ in range(repeats + 1):
                 began = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - began)
-            found[verb] = round(statistics.median(times[1:]), 6)
+            seconds[name_] = round(statistics.median(times[1:]), 6)
         comm.store.set(f"measured/{name}", "1")
     else:
         a = torch.randn(256, 256)
@@ -105,7 +105,7 @@ def measured(
             for _ in range(20):
                 time.sleep(0.001) if idle else a.mm(a)
     comm.all_reduce_mean(torch.zeros(1)).wait()
-    return {name: found} if rank == 0 else {}
+    return {name: seconds} if rank == 0 else {}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Machines made of network namespaces: hosts on cables with the speed that was asked for.
+"""Machines made of network namespaces, joined by links with a given bandwidth.
 
-Each host is a namespace with one interface. Two hosts share a cable; more of them are plugged into a switch, a namespace
-with a bridge. Both ends of a cable are held to the rate by a token bucket, so each host sends and receives at most that
-much, and the queue before the cable is a few milliseconds long: a small message is not held up for long behind a model
-that is on its way.
+Each host is a namespace with one interface. Two hosts share a cable; more hosts are connected to a switch, a namespace with
+a bridge. A token bucket limits both ends of a cable. The queue before it holds a few milliseconds, so a small message does
+not wait long behind a model.
 
-Everything is named after the process that made it. What a killed process left behind is cleared away by the next one.
+Everything is named after the process that created it. The next process removes what a killed process left.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ CARD = "lan0"
 """The name of a host's interface."""
 
 
-def check() -> None:
+def check_namespaces() -> None:
     """Says what is missing to make machines here."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise UsageError(f"the command '{tool}' is not installed", where="bench network", hint="install iproute2")
+            raise UsageError(f"the command '{tool}' is not installed", where="network", hint="install iproute2")
     if os.geteuid() != 0:
         raise UsageError(
-            "only root may make network namespaces", where="bench network", hint="run it with sudo, or as root in a container"
+            "only root may make network namespaces", where="network", hint="run it with sudo, or as root in a container"
         )
 
 
@@ -50,7 +49,7 @@ def run(*command: str) -> str:
     if done.returncode != 0:
         raise UsageError(
             f"'{' '.join(command)}' failed: {done.stderr.strip() or done.stdout.strip()}",
-            where="bench network",
+            where="network",
             hint="the kernel must allow network namespaces, veth, bridges and the tbf queue (in a container: --privileged)",
         )
     return done.stdout
@@ -77,7 +76,7 @@ def _sign(pid: int) -> str:
 
 
 def _maker_lives(pid: int) -> bool:
-    """Whoever makes namespaces holds a socket with an abstract name; the kernel frees it with the process."""
+    """Return whether a process lives: it holds an abstract socket, which the kernel frees when the process ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind(_sign(pid))
@@ -87,8 +86,8 @@ def _maker_lives(pid: int) -> bool:
 
 
 def _remove(name: str) -> None:
-    found = subprocess.run(("ip", "netns", "pids", name), capture_output=True, text=True, check=False)
-    for pid in found.stdout.split():
+    counts = subprocess.run(("ip", "netns", "pids", name), capture_output=True, text=True, check=False)
+    for pid in counts.stdout.split():
         try:
             os.kill(int(pid), signal.SIGKILL)
         except ProcessLookupError:
@@ -123,7 +122,7 @@ class NetnsMachines:
         return f"10.77.0.{number + 1}"
 
     def __enter__(self) -> NetnsMachines:
-        check()
+        check_namespaces()
         sweep()
         self._sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sign.bind(_sign(os.getpid()))
@@ -192,12 +191,12 @@ class NetnsMachines:
 
     def sent_bytes(self) -> list[int]:
         """What each host has put on its cable so far, headers included."""
-        found = []
+        counts = []
         for i in range(self.count):
             # a namespace has its own view of /sys, which `ip netns exec` mounts
             path = f"/sys/class/net/{CARD}/statistics/tx_bytes"
-            found.append(int(run("ip", "netns", "exec", self.host(i), "cat", path)))
-        return found
+            counts.append(int(run("ip", "netns", "exec", self.host(i), "cat", path)))
+        return counts
 
 
 def end_with_parent() -> None:

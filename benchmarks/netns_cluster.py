@@ -1,4 +1,4 @@
-"""The members of a network benchmark, as the process that leads it sees them."""
+"""The processes of a network benchmark, seen from the process that controls them."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class NetnsCluster:
         for member in self._members:
             member.wait()
         self._members = []
-        for album in self.machines.folder.glob("*"):
-            album.unlink()
+        for buffer in self.machines.folder.glob("*"):
+            buffer.unlink()
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """torchrun's variables, and what a member of a benchmark needs beside them."""
+        """Return torchrun's variables and those of a worker."""
         home = self.homes[rank]
         return {
             **os.environ,
@@ -73,7 +73,7 @@ class NetnsCluster:
             "HOST_ADDRESS": self.machines.address(home),
             "GLOO_SOCKET_IFNAME": CARD,
             "OMP_NUM_THREADS": "1",
-            "ALBUMS": str(self.machines.folder),
+            "SNAPSHOTS": str(self.machines.folder),
             "TASK": self._task,
             "TASK_SETTINGS": json.dumps(self._settings),
         }
@@ -83,10 +83,11 @@ class NetnsCluster:
         number = next(self._numbers)
         return self.ask({rank: {"job": what, "number": number, **job} for rank in range(self.size)}, timeout_s)
 
-    def loss(self, pictures: Sequence[tuple[int, int]]) -> float:
-        """Held-out loss at the mean of pictures, given as (rank, slot)."""
+    def loss(self, snapshots: Sequence[tuple[int, int]]) -> float:
+        """Held-out loss at the mean of snapshots, given as (rank, slot)."""
         jobs = {
-            rank: {"job": "evaluate", "pictures": list(pictures), "part": rank, "parts": self.size} for rank in range(self.size)
+            rank: {"job": "evaluate", "snapshots": list(snapshots), "part": rank, "parts": self.size}
+            for rank in range(self.size)
         }
         answers = self.ask(jobs, 120.0)
         return sum(a[0] for a in answers) / sum(a[1] for a in answers)
@@ -104,23 +105,23 @@ class NetnsCluster:
         return [answer["result"] for answer in self._answers(list(jobs), timeout_s)]
 
     def _answers(self, ranks: Sequence[int], timeout_s: float) -> list[dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+        answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 pipe = self._members[rank].stdout
                 assert pipe is not None
                 selector.register(pipe, selectors.EVENT_READ, rank)
-            while len(found) < len(ranks):
+            while len(answers) < len(ranks):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    late = sorted(set(ranks) - set(found))
-                    raise PeerLost(f"no answer from learners {late} in {timeout_s:.0f} s", where="bench network")
+                    late = sorted(set(ranks) - set(answers))
+                    raise PeerLost(f"no answer from learners {late} in {timeout_s:.0f} s", where="network")
                 for key, _ in ready:
                     line = key.fileobj.readline()  # type: ignore[union-attr]
                     selector.unregister(key.fileobj)
                     answer = json.loads(line) if line else {"error": f"it ended with {self._members[key.data].wait()}"}
                     if "error" in answer:
-                        raise PeerLost(f"learner {key.data} failed: {answer['error']}", where="bench network")
-                    found[key.data] = answer
-        return [found[rank] for rank in ranks]
+                        raise PeerLost(f"learner {key.data} failed: {answer['error']}", where="network")
+                    answers[key.data] = answer
+        return [answers[rank] for rank in ranks]

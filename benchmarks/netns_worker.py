@@ -1,9 +1,10 @@
-"""One learner of `roundelay bench network`: a process on a host of its own that takes jobs, one JSON line each.
+"""One learner of the network benchmark: a process in a network namespace that executes jobs, one JSON line each.
 
-train      runs a contestant and takes a picture of its weights every so often, with the time
-costs      seconds of one exchange and one mean, for `roundelay bench overhead --link`
-evaluate   held-out loss of the mean of several learners' pictures: this member's share of the held-out set
-Pictures lie in memory that all members see, whatever their network is like, so judging costs the run nothing.
+train      run a competitor and take snapshots of its weights with their times
+costs      seconds of one exchange and one mean, for `benchmarks.overhead --link`
+evaluate   held-out loss of the mean of several learners' snapshots: this worker's share of the held-out set
+
+Snapshots are in memory that all workers share, so taking and evaluating them does not use the network.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ import numpy as np
 import torch
 
 from benchmarks import overhead
-from benchmarks.competitors import Competitor, Runner, leave_torch
+from benchmarks.competitors import FullRunner
 from benchmarks.namespaces import end_with_parent
+from roundelay.bench.competitors import Competitor, destroy_process_group
 from roundelay.core import kernels
 from roundelay.core.contracts import Task
-from roundelay.engine.config import TrainConfig
+from roundelay.engine.config import EngineConfig
 from roundelay.engine.learner import Learner
-from roundelay.engine.trainer import train
+from roundelay.engine.trainer import RunConfig, train
 from roundelay.errors import DataError, PeerLost
 from roundelay.fleet.store import JobStore, connect_store, serve_store
 from roundelay.launch.context import DistributedContext, create_context, single_process_context
 from roundelay.launch.runtime import cpu_seconds
+from roundelay.testing.tasks import Blstm
 
 SLOTS = 32
-"""Pictures a learner keeps; when they are all taken every second one goes, and they are taken half as often."""
+"""Snapshots a learner keeps; when they are all taken every second one goes, and they are taken half as often."""
 FIRST_PERIOD_S = 0.25
 TIMEOUT_S = 60.0
 
@@ -55,36 +58,36 @@ class Snapshot:
 
 @dataclass
 class SnapshotBuffer:
-    """The pictures of one learner, in memory that others can read."""
+    """The snapshots of one learner, in memory that others can read."""
 
     path: Path
     parameters: int
-    pictures: list[Snapshot] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
     period_s: float = FIRST_PERIOD_S
 
     def __post_init__(self) -> None:
         new = not self.path.exists()
         self._memory = np.memmap(self.path, np.float32, "w+" if new else "r+", shape=(SLOTS, self.parameters))
         if new:
-            self._memory.fill(0.0)  # so that no picture waits for pages
+            self._memory.fill(0.0)  # so that no snapshot waits for pages
         self._free = list(range(SLOTS))
 
     def due(self, now: float) -> bool:
-        return not self.pictures or now - self.pictures[-1].seconds >= self.period_s
+        return not self.snapshots or now - self.snapshots[-1].seconds >= self.period_s
 
     def take(self, w: torch.Tensor, samples: int, now: float) -> None:
         if not self._free:
-            self._free = [picture.slot for picture in self.pictures[1::2]]
-            self.pictures = self.pictures[::2]
+            self._free = [snapshot.slot for snapshot in self.snapshots[1::2]]
+            self.snapshots = self.snapshots[::2]
             self.period_s *= 2
         slot = self._free.pop()
         torch.from_numpy(self._memory[slot]).copy_(w)
-        self.pictures.append(Snapshot(now, samples, slot))
+        self.snapshots.append(Snapshot(now, samples, slot))
 
 
 @dataclass
-class Watched:
-    """How far a run of ours has come."""
+class RunProgress:
+    """Progress of a run with the engine."""
 
     learner: Learner | None = None
     samples: int = 0
@@ -92,8 +95,8 @@ class Watched:
     cpu: float = 0.0
 
 
-class Clocked:
-    """A task that notes when its first loss was asked for."""
+class TimedTask:
+    """A task that records the time of its first loss."""
 
     def __init__(self, task: Task) -> None:
         self._task, self.samples = task, task.samples
@@ -113,7 +116,7 @@ class NetnsWorker:
         env = os.environ
         self.rank, self.size = int(env["RANK"]), int(env["WORLD_SIZE"])
         self.machine, self.host = env["GROUP_RANK"], env["HOST_ADDRESS"]
-        self.folder = Path(env["ALBUMS"])
+        self.folder = Path(env["SNAPSHOTS"])
         module, name = env["TASK"].split(":")
         self.task: Task = getattr(importlib.import_module(module), name)(**json.loads(env["TASK_SETTINGS"]))
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
@@ -122,25 +125,25 @@ class NetnsWorker:
         self._store = connect_store(address, port, TIMEOUT_S)
         self.module = self.task.build()
         self.parameters = sum(p.numel() for p in self.module.parameters())
-        # What is slow the first time is done now: a learner that came late to its first run would be no match for the others.
+        # warm up now, so that no learner starts its first run late
         kernels.compile_for(torch.float32)
         self.task.batch(0, 0, 1)
         self.task.evaluate(self.module.eval(), 0, 64)
 
-    def album(self) -> SnapshotBuffer:
+    def buffer(self) -> SnapshotBuffer:
         return SnapshotBuffer(self.folder / f"{self.rank}", self.parameters)
 
-    def place(self, number: int) -> DistributedContext:
+    def create_context(self, number: int) -> DistributedContext:
         return create_context(
             JobStore(self._store, f"job/{number}/"),
             self.rank,
             self.size,
             self.machine,
             backend="auto",
-            host=self.host,
+            bind_address=self.host,
             timeout_s=TIMEOUT_S,
             device=torch.device("cpu"),
-            machines=0,
+            simulate_nodes=0,
             digest={},
         )
 
@@ -163,29 +166,30 @@ class NetnsWorker:
             return {"failure": str(error)}
 
     def _run(self, entry: Competitor, number: int, lr: float, momentum: float, batch: int, samples: int) -> dict[str, Any]:
-        context = single_process_context("cpu") if entry.strategy == "single" else self.assign_(number)
-        if entry.ours:
-            return self._ours(entry, context, TrainConfig(
-                epochs=samples / self.task.samples, batch=batch, lr=lr, momentum=momentum, eval_at_checkpoint=False, progress="none"
+        context = single_process_context("cpu") if entry.strategy == "single" else self.create_context(number)
+        if entry.uses_engine:
+            return self._train_with_engine(entry, context, RunConfig(
+                epochs=samples / self.task.samples, batch=batch, lr=lr, momentum=momentum, eval_at_checkpoint=False,
+                progress="none",
             ))  # fmt: skip
-        return self._torchs(entry, context, lr, momentum, batch, samples)
+        return self._train_with_torch(entry, context, lr, momentum, batch, samples)
 
-    def _ours(self, entry: Competitor, context: DistributedContext, config: TrainConfig) -> dict[str, Any]:
+    def _train_with_engine(self, entry: Competitor, context: DistributedContext, plan: RunConfig) -> dict[str, Any]:
         """One of our strategies, in the loop that `roundelay train` runs."""
-        task, album, run = Clocked(self.task), self.album(), Watched()
+        task, buffer, run = TimedTask(self.task), self.buffer(), RunProgress()
 
         def on_step(learner: Learner) -> None:
             worker = learner.worker
             run.learner, run.samples = learner, run.samples + worker.step_info.local_samples
             run.ended, run.cpu = time.perf_counter(), cpu_seconds()
-            if worker.is_node_leader and album.due(run.ended):
+            if worker.is_node_leader and buffer.due(run.ended):
                 with worker.shared_weights.locked() if worker.shared_weights is not None else nullcontext():
-                    album.take(worker.w, run.samples, run.ended)
+                    buffer.take(worker.w, run.samples, run.ended)
 
-        config = replace(config, strategy=entry.strategy, bind_address=self.host, timeout_s=TIMEOUT_S, **dict(entry.options))
-        summary = train(task, context, config, on_step=on_step)
+        options = EngineConfig(strategy=entry.strategy, bind_address=self.host, timeout_s=TIMEOUT_S, **dict(entry.options))
+        summary = train(task, context, options, replace(plan, on_step=on_step))
         if run.learner is not None and run.learner.worker.is_node_leader:
-            album.take(run.learner.flat.phi, run.samples, run.ended)  # by now the mean of all
+            buffer.take(run.learner.flat.phi, run.samples, run.ended)  # by now the mean of all
         gossip_handle = run.learner.worker.gossip_handle if run.learner is not None else None
         kept = ("steps", "exchanges", "bytes", "waiting_s", "own_s", "staleness_mean")
         return {
@@ -193,17 +197,17 @@ class NetnsWorker:
             "ended": run.ended,
             "cpu_s": run.cpu - task.cpu,
             "samples": run.samples,
-            "pictures": [asdict(picture) for picture in album.pictures],
+            "snapshots": [asdict(snapshot) for snapshot in buffer.snapshots],
             "rounds": gossip_handle.rounds if gossip_handle is not None else 0,
             **{key: summary.get(key, 0) for key in kept},
         }
 
-    def _torchs(
+    def _train_with_torch(
         self, entry: Competitor, context: DistributedContext, lr: float, momentum: float, batch: int, samples: int
     ) -> dict[str, Any]:
         """One of torch's own, for the same samples in the same order."""
-        album = self.album()
-        runner = Runner(entry, context, self.task, batch, "", lr, momentum)
+        buffer = self.buffer()
+        runner = FullRunner(entry, context, self.task, batch, lr, momentum)
         try:
             runner.barrier()
             began, cpu = time.perf_counter(), cpu_seconds()
@@ -211,13 +215,13 @@ class NetnsWorker:
             for step in range(steps):
                 runner.step()
                 now = time.perf_counter()
-                if album.due(now) or step == steps - 1:
-                    album.take(runner.vector(), runner.steps * batch, now)
+                if buffer.due(now) or step == steps - 1:
+                    buffer.take(runner.weights(), runner.steps * batch, now)
             cpu = cpu_seconds() - cpu
             runner.barrier()
         finally:
             runner.close()
-            leave_torch()
+            destroy_process_group()
             context.close()
         return {
             "began": began,
@@ -225,34 +229,34 @@ class NetnsWorker:
             "cpu_s": cpu,
             "samples": runner.steps * batch,
             "steps": runner.steps,
-            "pictures": [asdict(picture) for picture in album.pictures],
+            "snapshots": [asdict(snapshot) for snapshot in buffer.snapshots],
         }
 
     def costs(self, number: int, parameters: int, repeats: int) -> dict[str, Any]:
         """What a exchange and a mean cost between these machines."""
-        context = self.assign_(number)
+        context = self.create_context(number)
         try:
             return overhead.costs(context, parameters, repeats)
         finally:
             context.close()
 
-    def carry(self, number: int, parameters: int) -> dict[str, float]:
-        """What a mean takes between these machines, for `roundelay bench calibrate`."""
-        from benchmarks import calibrate
+    def mean(self, number: int, parameters: int) -> dict[str, float]:
+        """What a mean takes between these machines, for `python -m benchmarks.calibrate`."""
+        from roundelay.simulate import calibrate
 
-        context = self.assign_(number)
+        context = self.create_context(number)
         try:
-            return calibrate.carry(context, parameters)
+            return calibrate.mean_seconds(context, parameters)
         finally:
             context.close()
 
     def pace(self, number: int, batch: int) -> dict[str, float]:
         """Seconds of a step of learners that compute side by side and say nothing."""
-        from benchmarks import calibrate
+        from roundelay.simulate import calibrate
 
-        context = self.assign_(number)
+        context = self.create_context(number)
         try:
-            return {"step_s": calibrate.free_steps(context, batch)}
+            return {"step_s": calibrate.step_seconds(context, Blstm(), batch, calibrate.STEP_SECONDS)}
         finally:
             context.close()
 
@@ -260,14 +264,14 @@ class NetnsWorker:
         """A run of the ordinary loop, only its times."""
         from benchmarks import calibrate
 
-        return calibrate.real_run(self.assign_(number), strategy, "", batch, steps)
+        return calibrate.real_run(self.create_context(number), strategy, "", batch, steps)
 
-    def evaluate(self, pictures: Sequence[Sequence[int]], part: int, parts: int) -> tuple[float, float]:
-        """Sum of losses and count, of this part of the held-out set, at the mean of pictures given as (rank, slot)."""
+    def evaluate(self, snapshots: Sequence[Sequence[int]], part: int, parts: int) -> tuple[float, float]:
+        """Sum of losses and count, of this part of the held-out set, at the mean of snapshots given as (rank, slot)."""
         mean = torch.zeros(self.parameters)
-        for rank, slot in pictures:
-            album = np.memmap(self.folder / f"{rank}", np.float32, "r", shape=(SLOTS, self.parameters))
-            mean += torch.from_numpy(np.array(album[slot])) / len(pictures)
+        for rank, slot in snapshots:
+            buffer = np.memmap(self.folder / f"{rank}", np.float32, "r", shape=(SLOTS, self.parameters))
+            mean += torch.from_numpy(np.array(buffer[slot])) / len(snapshots)
         torch.nn.utils.vector_to_parameters(mean, self.module.parameters())
         self.module.eval()
         with torch.no_grad():

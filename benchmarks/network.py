@@ -1,28 +1,28 @@
-"""roundelay bench network: seconds until the same held-out loss, between machines on a slow network.
+"""Seconds to the same held-out loss between machines on a slow network.
 
-Two machines with one learner each, on cables of 1 Gbit/s and of 200 Mbit/s: network namespaces of this machine (needs
-root; everything made is removed again). The target is fixed by rule before anybody runs: what `single` reaches with the
-global batch after half the sample budget, at the best of three rates. Every contestant then takes the best of the same
-three rates. Weights are photographed with the time during a run and judged afterwards, so judging costs nobody anything.
+Two machines with one learner each, on links of 1 Gbit/s and 200 Mbit/s: network namespaces of this machine (needs root; all
+of them are removed at the end). The target is the loss that `single` reaches with the global batch after half the sample
+budget, at the best of three rates. Every competitor uses the best of the same rates. Snapshots of the weights are taken
+during a run and evaluated afterwards, so the evaluation does not slow the run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import statistics
-import sys
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 from benchmarks import hierarchy
-from benchmarks.competitors import OTHERS, Competitor
-from benchmarks.namespaces import BURST, QUEUE, NetnsMachines, check
+from benchmarks.common import log, parser, run_main
+from benchmarks.competitors import OTHERS
+from benchmarks.namespaces import BURST, QUEUE, NetnsMachines, check_namespaces
 from benchmarks.netns_cluster import NetnsCluster
 from benchmarks.time_to_loss import Contest, TimeToLossResult, best_of_rates, target_loss, train
+from roundelay.bench.competitors import Competitor
 from roundelay.errors import UsageError, did_you_mean
 
 LINKS = {"1gbit": 1000, "200mbit": 200}
@@ -46,12 +46,9 @@ DEFAULT = ("ddp", "ddp_fp16", "ddp_accumulate", "kstep", "adpsgd", "adpsgd_half"
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench network",
-        description=(__doc__ or "").split("\n")[0],
-        epilog="examples: sudo roundelay bench network --quick;  sudo roundelay bench network --hierarchy --json",
+    p = parser(
+        "network", __doc__, "sudo python -m benchmarks.network --quick;  sudo python -m benchmarks.network --hierarchy --json"
     )
-    p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--quick", action="store_true", help="every contestant at single's best rate, once: a look")
     p.add_argument(
         "--hierarchy", action="store_true", help="hierarchical(adpsgd) against flat adpsgd, several learners a machine"
@@ -62,20 +59,20 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--samples", type=int, default=CONTEST.samples, help="the sample budget of a run")
     p.add_argument("--task", default=TASK, help="module:Task to train")
     args = p.parse_args(argv)
-    check()
+    check_namespaces()
     before = signal.signal(signal.SIGTERM, _leave)  # so that everything is removed then, too
     try:
         if args.hierarchy:
             cases = chosen(args.machines, hierarchy.MACHINES, "machines")
-            print(hierarchy.printed(hierarchy.compare(cases, say, quick=args.quick), args.json))
+            print(hierarchy.printed(hierarchy.compare(cases, log, quick=args.quick), args.json))
             return 0
         entries = [ENTRIES[name] for name in chosen(args.contestants, ENTRIES, "contestants")]
         links = chosen(args.links, LINKS, "links")
         contest = Contest(CONTEST.batch, args.samples, CONTEST.rates)
-        found = compare(entries, links, contest, args.task, quick=args.quick)
+        report = compare(entries, links, contest, args.task, quick=args.quick)
     finally:
         signal.signal(signal.SIGTERM, before)
-    print(json.dumps(found) if args.json else "\n".join([table(found), "", *found["in_words"]]))
+    print(json.dumps(report) if args.json else "\n".join([table(report), "", *report["in_words"]]))
     return 0
 
 
@@ -83,16 +80,12 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def chosen(text: str, known: dict[str, Any], what: str) -> list[str]:
+def chosen(text: str, earlier: dict[str, Any], what: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in known:
-            raise UsageError(f"'{name}' is not among the {what}", where=f"--{what}", hint=did_you_mean(name, known))
-    return [name for name in known if name in names]
+        if name not in earlier:
+            raise UsageError(f"'{name}' is not among the {what}", where=f"--{what}", hint=did_you_mean(name, earlier))
+    return [name for name in earlier if name in names]
 
 
 def compare(
@@ -101,21 +94,21 @@ def compare(
     """The whole benchmark."""
     results: list[dict[str, Any]] = []
     words: list[str] = []
-    with NetnsMachines(2, LINKS[links[0]]) as machines, NetnsCluster(machines, [1, 1], task, {}) as crew:
-        if contest.samples > crew.samples:
+    with NetnsMachines(2, LINKS[links[0]]) as machines, NetnsCluster(machines, [1, 1], task, {}) as workers:
+        if contest.samples > workers.samples:
             raise UsageError(
-                f"the budget of {contest.samples} samples is more than the task's {crew.samples}", where="--samples"
+                f"the budget of {contest.samples} samples is more than the task's {workers.samples}", where="--samples"
             )
-        target, rates = target_loss(crew, contest, say)
-        say(f"the target is a held-out loss of {target:.4f}")
+        target, rates = target_loss(workers, contest, log)
+        log(f"the target is a held-out loss of {target:.4f}")
         needed: dict[str, TimeToLossResult] = {}
         for link in links:
             machines.set_rate(LINKS[link])
-            outcomes = run_link(crew, entries, contest, rates[:1] if quick else rates, target, needed, link, quick)
+            outcomes = run_link(workers, entries, contest, rates[:1] if quick else rates, target, needed, link, quick)
             needed = {name: runs[0] for name, runs in outcomes.items()}
             results += rows(outcomes, link, contest.batch)
             words.append(winner(outcomes, link))
-        parameters = crew.parameters
+        parameters = workers.parameters
     return {
         "results": results,
         "in_words": words,
@@ -129,7 +122,7 @@ def compare(
 
 
 def run_link(
-    crew: NetnsCluster,
+    workers: NetnsCluster,
     entries: Sequence[Competitor],
     contest: Contest,
     rates: Sequence[float],
@@ -138,22 +131,22 @@ def run_link(
     link: str,
     quick: bool,
 ) -> dict[str, list[TimeToLossResult]]:
-    """Every contestant's runs at its best rate, the one that found it first."""
+    """Every contestant's runs at its best rate, the one that report it first."""
 
-    def tell(text: str) -> None:
-        say(f"{link:<8} {text}")
+    def log_case(text: str) -> None:
+        log(f"{link:<8} {text}")
 
     outcomes: dict[str, list[TimeToLossResult]] = {}
     for entry in entries:
-        known = needed.get(entry.name)
-        order = sorted(rates, key=lambda rate: known is not None and rate != known.rate)
-        hint = known.samples_to_loss if known is not None and not entry.free else None
-        outcomes[entry.name] = [best_of_rates(crew, entry, contest, order, target, hint, tell)]
+        earlier = needed.get(entry.name)
+        order = sorted(rates, key=lambda rate: earlier is not None and rate != earlier.rate)
+        hint = earlier.samples_to_loss if earlier is not None and not entry.free_running else None
+        outcomes[entry.name] = [best_of_rates(workers, entry, contest, order, target, hint, log_case)]
     for _ in range(0 if quick else REPEATS):
         for entry in entries:
             first = outcomes[entry.name][0]
-            if first.samples_to_loss is not None and (entry.name == "ddp" or entry.free):
-                again = train(crew, entry, contest, first.rate, target, first.samples_to_loss, tell)
+            if first.samples_to_loss is not None and (entry.name == "ddp" or entry.free_running):
+                again = train(workers, entry, contest, first.rate, target, first.samples_to_loss, log_case)
                 outcomes[entry.name] += [again] if again.reached else []
     return outcomes
 
@@ -166,7 +159,7 @@ def median(runs: Sequence[TimeToLossResult], what: str) -> float | None:
 def rows(outcomes: dict[str, list[TimeToLossResult]], link: str, batch: int) -> list[dict[str, Any]]:
     ddp = outcomes.get("ddp", [])
     ddp_seconds, ddp_cpu = median(ddp, "seconds_to_loss"), median(ddp, "cpu_to_loss")
-    found = []
+    report = []
     for name, runs in outcomes.items():
         first = runs[0]
         row: dict[str, Any] = {"contestant": name, "case": link, "batch": batch, "rate": first.rate, "runs": len(runs)}
@@ -182,15 +175,15 @@ def rows(outcomes: dict[str, list[TimeToLossResult]], link: str, batch: int) -> 
             if ddp_seconds is not None and ddp_cpu is not None:
                 row["ratio_to_ddp"] = round(seconds / ddp_seconds, 4)
                 row["cpu_ratio"] = round(cpu / ddp_cpu, 4)
-        found.append(row)
-    return found
+        report.append(row)
+    return report
 
 
 def winner(outcomes: dict[str, list[TimeToLossResult]], link: str) -> str:
     """Who wins, in plain words."""
     times = {name: s for name, runs in outcomes.items() if (s := median(runs, "seconds_to_loss")) is not None}
     if not times:
-        return f"{link}: nobody reached the target."
+        return f"{link}: no competitor reached the target."
     order = sorted(times, key=lambda name: times[name])
     text = f"{link}: {order[0]} wins with {times[order[0]]:.1f} s"
     if len(order) > 1:
@@ -204,14 +197,14 @@ def winner(outcomes: dict[str, list[TimeToLossResult]], link: str) -> str:
     return text + "." + (f" Not at the target within the budget: {', '.join(late)}." if late else "")
 
 
-def table(found: dict[str, Any]) -> str:
+def table(report: dict[str, Any]) -> str:
     lines = [
-        f"seconds to a held-out loss of {found['target_loss']} ({found['parameters']:,} parameters)",
+        f"seconds to a held-out loss of {report['target_loss']} ({report['parameters']:,} parameters)",
         "",
         "| contestant | link | rate | seconds (range) | ÷ ddp | samples | samples/s | CPU ÷ ddp |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for r in found["results"]:
+    for r in report["results"]:
         seconds = f"{r['seconds_to_loss']:.1f} ({r['range'][0]:.1f}-{r['range'][1]:.1f})" if "range" in r else "not reached"
         lines.append(
             f"| {r['contestant']} | {r['case']} | {r['rate']:g} | {seconds} | {r.get('ratio_to_ddp', '')} "
@@ -221,4 +214,4 @@ def table(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

@@ -1,15 +1,14 @@
-"""roundelay bench overhead: what one exchange and one mean cost, beside what physics asks for.
+"""Cost of one exchange and one mean, compared with lower bounds.
 
-copy        one plain memory copy of the model's bytes: the least that any exchange can cost
-send_recv   a bare gloo send and receive of the model's bytes, both ways at once: the least that a backend between machines costs
-meet        one exchange of two learners, from the gradient that makes it due to both having the average
+copy        one memory copy of the model: the lower bound of any exchange
+send_recv   a gloo send and receive of the model in both directions: the lower bound between machines
+exchange    one exchange of two learners, from the step that makes it due to the average on both sides
 mean        one global mean
-buffers     model-sized buffers a learner holds beyond weights, gradients and optimizer state, per strategy (measured)
+buffers     model-sized buffers of a learner beyond weights, gradients and optimizer state, per strategy (measured)
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -22,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.namespaces import NetnsMachines, check
+from benchmarks.common import log, parser, run_main
+from benchmarks.namespaces import NetnsMachines, check_namespaces
 from benchmarks.netns_cluster import NetnsCluster
 from roundelay.comm.mpi_backend import MpiCommunicator
 from roundelay.comm.torch_backend import TorchCommunicator, gloo
@@ -31,7 +31,7 @@ from roundelay.engine.config import EngineConfig
 from roundelay.engine.learner import Learner
 from roundelay.launch.context import DistributedContext
 from roundelay.strategies import STRATEGIES
-from roundelay.strategies.step import StepInfo
+from roundelay.strategies.worker import StepInfo
 from roundelay.testing.mpi_pool import MpiPool
 from roundelay.testing.pools import ProcessPool
 from roundelay.topology.resolver import SeededMatching
@@ -42,17 +42,15 @@ BURST = 8
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples: roundelay bench overhead --sizes 1M --json;  sudo roundelay bench overhead --link 1000 --sizes 10M",
+    p = parser(
+        "overhead",
+        __doc__,
+        "python -m benchmarks.overhead --sizes 1M --json;  sudo python -m benchmarks.overhead --link 1000 --sizes 10M",
     )
-    p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--sizes", default=",".join(SIZES))
     p.add_argument("--repeats", type=int, default=7)
     p.add_argument("--no-buffers", action="store_true", help="leave out the count of buffers")
-    p.add_argument("--link", type=int, default=0, metavar="MBIT", help="only this: two machines on a cable of so many Mbit/s")
+    p.add_argument("--link", type=int, default=0, metavar="MBIT", help="only this: two machines on a link of MBIT Mbit/s")
     args = p.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     results: list[dict[str, Any]] = []
@@ -66,9 +64,9 @@ def main(argv: Sequence[str]) -> int:
             continue
         with MpiPool(2) if backend == "mpi" else ProcessPool(2, backend) as pool:
             for size in args.sizes.split(","):
-                found = pool.run(costs, SIZES[size], args.repeats, size=2, timeout_s=600)[0]
-                results.append({"backend": backend, "parameters": SIZES[size], **found})
-                print(describe(results[-1]), file=sys.stderr, flush=True)
+                costs_s = pool.run(costs, SIZES[size], args.repeats, size=2, timeout_s=600)[0]
+                results.append({"backend": backend, "parameters": SIZES[size], **costs_s})
+                log(describe(results[-1]))
     report: dict[str, Any] = {"results": results}
     if not args.no_buffers:
         report["buffers"] = count_buffers()
@@ -79,16 +77,16 @@ def main(argv: Sequence[str]) -> int:
 
 def between_machines(mbit: int, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """The same between two network namespaces on a cable."""
-    check()
-    results = []
+    check_namespaces()
+    results: list[dict[str, Any]] = []
     with (
         NetnsMachines(2, mbit) as machines,
-        NetnsCluster(machines, [1, 1], "roundelay.testing.tasks:SyntheticFrames", {}) as crew,
+        NetnsCluster(machines, [1, 1], "roundelay.testing.tasks:SyntheticFrames", {}) as workers,
     ):
         for parameters in sizes:
-            found = crew.all("costs", 600.0, parameters=parameters, repeats=repeats)[0]
-            results.append({"backend": f"torch, {mbit} Mbit/s", "parameters": parameters, **found})
-            print(describe(results[-1]), file=sys.stderr, flush=True)
+            costs_s = workers.all("costs", 600.0, parameters=parameters, repeats=repeats)[0]
+            results.append({"backend": f"torch, {mbit} Mbit/s", "parameters": parameters, **costs_s})
+            log(describe(results[-1]))
     return results
 
 
@@ -107,32 +105,39 @@ def costs(context: DistributedContext, parameters: int, repeats: int) -> dict[st
     gossip_handle = comm.gossip(published, SeededMatching("ring", 2, 0), 1.0)
     bare: Any = gloo(comm.store, "bare", context.rank, 2, getattr(comm, "host", "127.0.0.1"), 120.0)
     small = torch.zeros(1)
-    seen: dict[str, list[float]] = {"copy_s": [], "send_recv_s": [], "meet_s": [], "mean_s": []}
-    met = 0
+    seen: dict[str, list[float]] = {"copy_s": [], "send_recv_s": [], "exchange_s": [], "mean_s": []}
+    done = 0
+
+    total = 0.0
+
+    def completed() -> float:
+        nonlocal total
+        total += gossip_handle.pop_metrics()["exchanges"]
+        return total
 
     def send_and_receive() -> None:
         receiving, sending = bare.recv([y], 1 - context.rank, 0), bare.send([x], 1 - context.rank, 0)
         sending.wait()
         receiving.wait()
 
-    def meet() -> None:
-        nonlocal met
-        goal = met + BURST
+    def exchange() -> None:
+        nonlocal done
+        goal = done + BURST
         if context.rank == 0:
             for _ in range(BURST):
                 gossip_handle.notify_step()
-        while gossip_handle.exchanges < goal:
+        while completed() < goal:
             time.sleep(0.0005)
-        met = goal
+        done = goal
 
-    while gossip_handle.exchanges < 1:  # the opening exchange
+    while completed() < 1:  # the opening exchange
         time.sleep(0.001)
-    met = 1
+    done = 1
     for number in range(repeats + 1):
         for name, what, count in (
             ("copy_s", lambda: y.copy_(x), 1),
             ("send_recv_s", send_and_receive, 1),
-            ("meet_s", meet, BURST),
+            ("exchange_s", exchange, BURST),
             ("mean_s", lambda: comm.all_reduce_mean(x).wait(), 1),
         ):
             comm.all_reduce_mean(small).wait()
@@ -141,16 +146,16 @@ def costs(context: DistributedContext, parameters: int, repeats: int) -> dict[st
             if number:
                 seen[name].append(took)
     gossip_handle.finish()
-    found: dict[str, Any] = {name: round(statistics.median(values), 6) for name, values in seen.items()}
-    found |= {name.replace("_s", "_range_s"): [round(min(v), 6), round(max(v), 6)] for name, v in seen.items()}
+    metrics: dict[str, Any] = {name: round(statistics.median(values), 6) for name, values in seen.items()}
+    metrics |= {name.replace("_s", "_range_s"): [round(min(v), 6), round(max(v), 6)] for name, v in seen.items()}
     if context.rank == 0:
-        found["meet_over_copy"] = round(
-            statistics.median(m / c for m, c in zip(seen["meet_s"], seen["copy_s"], strict=True)), 3
+        metrics["exchange_over_copy"] = round(
+            statistics.median(m / c for m, c in zip(seen["exchange_s"], seen["copy_s"], strict=True)), 3
         )
-    found["meet_over_send_recv"] = round(
-        statistics.median(m / s for m, s in zip(seen["meet_s"], seen["send_recv_s"], strict=True)), 3
+    metrics["exchange_over_send_recv"] = round(
+        statistics.median(m / s for m, s in zip(seen["exchange_s"], seen["send_recv_s"], strict=True)), 3
     )
-    return found
+    return metrics
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
@@ -208,19 +213,21 @@ def high_water() -> float:
 
 
 def describe(r: dict[str, Any]) -> str:
-    times = "  ".join(f"{name} {1000 * r[f'{name}_s']:.2f} ms" for name in ("copy", "send_recv", "meet", "mean"))
-    ratios = f"meet/copy {r['meet_over_copy']}  meet/send_recv {r['meet_over_send_recv']}"
+    times = "  ".join(f"{name} {1000 * r[f'{name}_s']:.2f} ms" for name in ("copy", "send_recv", "exchange", "mean"))
+    ratios = f"exchange/copy {r['exchange_over_copy']}  exchange/send_recv {r['exchange_over_send_recv']}"
     return f"{r['backend']:<10} {r['parameters']:>11,} parameters  {times}  {ratios}"
 
 
 def table(report: dict[str, Any]) -> str:
     lines = [
-        "| backend | parameters | copy ms | gloo send+recv ms | meet ms | mean ms | meet ÷ copy | meet ÷ send+recv |",
+        "| backend | parameters | copy ms | send+recv ms | exchange ms | mean ms | exchange ÷ copy | exchange ÷ send+recv |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in report["results"]:
-        ms = " | ".join(f"{1000 * r[f'{name}_s']:.2f}" for name in ("copy", "send_recv", "meet", "mean"))
-        lines.append(f"| {r['backend']} | {r['parameters']:,} | {ms} | {r['meet_over_copy']} | {r['meet_over_send_recv']} |")
+        ms = " | ".join(f"{1000 * r[f'{name}_s']:.2f}" for name in ("copy", "send_recv", "exchange", "mean"))
+        lines.append(
+            f"| {r['backend']} | {r['parameters']:,} | {ms} | {r['exchange_over_copy']} | {r['exchange_over_send_recv']} |"
+        )
     if "buffers" in report:
         lines += [
             "",
@@ -229,3 +236,7 @@ def table(report: dict[str, Any]) -> str:
             *(f"| {k} | {v} |" for k, v in report["buffers"].items()),
         ]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_main(main)

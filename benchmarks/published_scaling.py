@@ -1,14 +1,12 @@
-"""roundelay bench shapes: the published shapes, on virtual clusters, with the published figure beside ours.
+"""Published speed-ups, compared with simulated clusters.
 
-Timing alone, on the presets whose every figure has its source (`roundelay list clusters --json`). One thing is fitted,
-once and for all cells: the seconds per sample of a V100, to the published 40-fold speed-up at 5.2 hours. Four tables:
-speed-up over GPUs; one learner of 16 slowed; rounds to agreement on the fixed and the randomized ring; flat against
-hierarchical.
+Timing-only mode on the presets, whose values have sources (`roundelay list clusters --json`). One value is fitted, once for
+all cells: the seconds per sample of a V100, to the published 40-fold speed-up at 5.2 hours. Four tables: speed-up over GPUs;
+one slow learner of 16; rounds to agreement on the fixed and the randomized ring; flat against hierarchical.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -17,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.sim_probe import one_thread, say
+from benchmarks.common import log, parser, run_main
+from benchmarks.sim_probe import one_thread
 from roundelay import topology
-from roundelay.cli.tables import markdown
+from roundelay.log.output import markdown_table
 from roundelay.simulate import cluster as clusters
 from roundelay.simulate.cluster import StragglerModel
 from roundelay.simulate.run import SimulationResult, simulate_timing
@@ -61,8 +60,8 @@ COMPARED = ("sync", "adpsgd", "delay_by_one", "hierarchical(adpsgd)")
 
 
 def time(preset: str, gpus: int, strategy: str, batch: int, steps: int, **more: Any) -> SimulationResult:
-    cluster = clusters.load(preset).cut(gpus)
-    slow = more.pop("slow", None)
+    cluster = clusters.load(preset).first(gpus)
+    slow = more.pop("straggler", None)
     if slow is not None:
         cluster = replace(cluster, straggler=(slow,))
     return simulate_timing(
@@ -71,25 +70,19 @@ def time(preset: str, gpus: int, strategy: str, batch: int, steps: int, **more: 
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench shapes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: roundelay bench shapes --quick",
-    )
-    p.add_argument("--json", action="store_true", help="print JSON")
+    p = parser("published_scaling", __doc__, "python -m benchmarks.published_scaling --quick")
     p.add_argument("--quick", action="store_true", help="few steps per cell, no more than 16 GPUs: shows that it runs")
     args = p.parse_args(argv)
     one_thread()
     steps, most = (6, 16) if args.quick else (24, 128)
-    found = {
+    report = {
         "speedup": speedup(steps, most),
         "straggler": straggler(steps, (1, 10)) if args.quick else straggler(5 * steps, SLOWDOWNS),
         "agreement": agreement(RINGS[:3] if args.quick else RINGS),
         "hierarchy": [] if args.quick else hierarchy(steps),
         "steps": steps,
     }
-    print(json.dumps(found) if args.json else show(found))
+    print(json.dumps(report) if args.json else show(report))
     return 0
 
 
@@ -99,7 +92,7 @@ def speedup(steps: int, most: int) -> list[dict[str, Any]]:
         if run.gpus > most:
             continue
         for strategy in dict.fromkeys((run.strategy, *(COMPARED if run.gpus > 1 else ()))):
-            made = time(run.preset, run.gpus, strategy, run.batch, steps)
+            outcome = time(run.preset, run.gpus, strategy, run.batch, steps)
             as_published = strategy == run.strategy
             rows.append(
                 {
@@ -107,15 +100,16 @@ def speedup(steps: int, most: int) -> list[dict[str, Any]]:
                     "cluster": run.preset,
                     "strategy": strategy,
                     "batch": run.batch,
-                    "hours": made.hours,
-                    "efficiency": made.efficiency,
-                    "speedup": RUNS[0].hours / made.hours if RUNS[0].hours else None,
+                    "hours": outcome.hours,
+                    "efficiency": outcome.efficiency,
+                    "speedup": RUNS[0].hours / outcome.hours if RUNS[0].hours else None,
                     "published_hours": run.hours if as_published else None,
                     "about": run.about if as_published else "",
                 }
             )
-            say(
-                f"{run.gpus:>4} GPUs  {strategy:<22} {made.hours:8.2f} h" + (f"  published {run.hours}" if as_published else "")
+            log(
+                f"{run.gpus:>4} GPUs  {strategy:<22} {outcome.hours:8.2f} h"
+                + (f"  published {run.hours}" if as_published else "")
             )
     return rows
 
@@ -139,7 +133,7 @@ def straggler(steps: int, slowdowns: Sequence[int]) -> list[dict[str, Any]]:
             seconds[str(factor)] = SAMPLES / time("v100-8x8", 16, strategy, 128, steps, straggler=slow, **more).samples_per_s
         times = {k: v / seconds["1"] for k, v in seconds.items()}
         rows.append({"contestant": name, "epoch_s": seconds, "times": times})
-        say(f"straggler  {name:<20} " + "  ".join(f"x{k}: {v:.2f}" for k, v in times.items()))
+        log(f"straggler  {name:<20} " + "  ".join(f"x{k}: {v:.2f}" for k, v in times.items()))
     return rows
 
 
@@ -160,7 +154,7 @@ def agreement(sizes: Sequence[int]) -> list[dict[str, Any]]:
                 "random_closed_form": math.ceil(2 * math.log(0.01) / math.log(random_c)),
             }
         )
-        say(f"agreement  {rows[-1]}")
+        log(f"agreement  {rows[-1]}")
     return rows
 
 
@@ -178,40 +172,44 @@ def hierarchy(steps: int) -> list[dict[str, Any]]:
     """Flat against hierarchical on 8 machines with 8 GPUs."""
     rows = []
     for strategy, batch in ((s, b) for b in (128, 32) for s in ("sync", "adpsgd", "hierarchical(adpsgd)")):
-        made = time("v100-8x8", 64, strategy, batch, steps)
+        outcome = time("v100-8x8", 64, strategy, batch, steps)
         workers = 8 if strategy.startswith("hier") else 64
         rows.append(
             {
                 "strategy": strategy,
                 "batch": batch,
-                "epoch_h": made.hours / EPOCHS,
-                "efficiency": made.efficiency,
-                "megabytes_per_step": made.bytes_per_step / 1e6,
+                "epoch_h": outcome.hours / EPOCHS,
+                "efficiency": outcome.efficiency,
+                "megabytes_per_step": outcome.bytes_per_step / 1e6,
                 "gap": topology.gap("ring", workers) if strategy != "sync" else 1.0,
-                "staleness": made.staleness_mean,
+                "staleness": outcome.staleness_mean,
             }
         )
-        say(f"hierarchy  batch {batch:>3} {strategy:<22} {made.hours / EPOCHS:.3f} h per epoch")
+        log(f"hierarchy  batch {batch:>3} {strategy:<22} {outcome.hours / EPOCHS:.3f} h per epoch")
     return rows
 
 
-def show(found: dict[str, Any]) -> str:
+def show(report: dict[str, Any]) -> str:
     one = [
         [r["gpus"], r["cluster"], r["strategy"], r["batch"], r["hours"], r["published_hours"], r["speedup"], r["efficiency"]]
-        for r in found["speedup"]
+        for r in report["speedup"]
     ]
-    factors = list(found["straggler"][0]["epoch_s"])
-    two = [[r["contestant"], r["epoch_s"]["1"], *(r["times"][k] for k in factors[1:])] for r in found["straggler"]]
+    factors = list(report["straggler"][0]["epoch_s"])
+    two = [[r["contestant"], r["epoch_s"]["1"], *(r["times"][k] for k in factors[1:])] for r in report["straggler"]]
     keys = ("learners", "T1_closed_form", "ring_played", "ring_closed_form", "random_played", "random_closed_form")
     four = [
-        [r[k] for k in ("strategy", "batch", "epoch_h", "efficiency", "megabytes_per_step", "gap")] for r in found["hierarchy"]
+        [r[k] for k in ("strategy", "batch", "epoch_h", "efficiency", "megabytes_per_step", "gap")] for r in report["hierarchy"]
     ]
     return "\n\n".join(
         [
-            markdown(["GPUs", "cluster", "strategy", "batch", "hours", "published", "speed-up", "efficiency"], one),
-            markdown(["one of 16 slowed", "s per epoch", *(f"x{k}" for k in factors[1:])], two),
-            markdown(["learners", "T_1", "ring, played", "ring, formula", "random, played", "random, formula"],
-                     [[r[k] for k in keys] for r in found["agreement"]]),
-            markdown(["8 x 8 GPUs", "batch", "h per epoch", "efficiency", "MB per learner and step", "gap"], four),
+            markdown_table(["GPUs", "cluster", "strategy", "batch", "hours", "published", "speed-up", "efficiency"], one),
+            markdown_table(["one of 16 slowed", "s per epoch", *(f"x{k}" for k in factors[1:])], two),
+            markdown_table(["learners", "T_1", "ring, played", "ring, formula", "random, played", "random, formula"],
+                     [[r[k] for k in keys] for r in report["agreement"]]),
+            markdown_table(["8 x 8 GPUs", "batch", "h per epoch", "efficiency", "MB per learner and step", "gap"], four),
         ]
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_main(main)

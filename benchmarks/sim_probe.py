@@ -1,13 +1,12 @@
-"""Learning in virtual time, watched from above: all learners are in one process, so their mean can be judged at any moment.
+"""Learning in virtual time with probes: all learners are in one process, so their mean can be evaluated at any time.
 
-Looking costs no virtual time: it is the observer's computer that judges, not the cluster.
+Probes cost no virtual time.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +16,12 @@ import torch
 from torch import Tensor
 
 from roundelay.core.flat import Flat
-from roundelay.engine.config import TrainConfig
-from roundelay.engine.learner import Learner
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.learner import Learner, innermost
+from roundelay.engine.trainer import RunConfig
 from roundelay.errors import DataError
 from roundelay.simulate.cluster import Cluster
 from roundelay.simulate.run import SimulationResult, simulate_task
-from roundelay.strategies.adaptive_kstep import AdaptiveKStep
-from roundelay.strategies.base import innermost
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,11 @@ class Probe:
     """<g_a, g> / |g|^2: g the gradient at the mean, g_a the mean of the learners' own; the rate acts as if multiplied by it."""
 
 
-class Watch:
-    """Looks at the mean of all learners every so many global samples, with a function of its own. Where learners take turns, it
-    waits for the last of a round: half a round of synchronous SGD would look like a spread."""
+class MeanProbe:
+    """A callback that passes the mean of all learners to `see` every `every` global samples.
+
+    With static sharding it waits for the end of a round, because the middle of a synchronous round would look like a spread.
+    """
 
     def __init__(self, every: int, see: Callable[[float, int, Tensor, float], None]) -> None:
         self.every, self._see, self._next = every, see, every
@@ -63,7 +63,7 @@ class Watch:
 
 
 @dataclass
-class Learned:
+class LearningRun:
     """A run and what was seen on the way."""
 
     outcome: SimulationResult | None
@@ -77,38 +77,40 @@ class Learned:
         return self.outcome is None
 
 
-def learn(cluster: Cluster, task: Any, config: TrainConfig, looks: int = 12, seed: int = 0, effective: bool = False) -> Learned:
-    """Trains a task in virtual time and judges the mean model on the way and at the end."""
+def learn(
+    cluster: Cluster, task: Any, options: EngineConfig, plan: RunConfig, looks: int = 12, seed: int = 0, effective: bool = False
+) -> LearningRun:
+    """Train a task in virtual time and evaluate the mean model during the run and at the end."""
     seen: list[Probe] = []
-    judge = Flat(task.build())
+    flat = Flat(task.build())
 
     def see(time_s: float, samples: int, mean: Tensor, spread: float) -> None:
-        judge.phi.copy_(mean)
+        flat.phi.copy_(mean)
         with torch.no_grad():
-            total, count = task.evaluate(judge.module.eval(), 0, 1)["loss"]
-        ratio = effective_rate(task, judge, mean, [one.worker.w for one in watch.learners.values()]) if effective else None
+            total, count = task.evaluate(flat.module.eval(), 0, 1)["loss"]
+        ratio = effective_rate(task, flat, mean, [one.worker.w for one in watch.learners.values()]) if effective else None
         seen.append(Probe(time_s, samples, total / count, spread, ratio))
 
-    watch = Watch(max(1, round(config.epochs * task.samples / looks)), see)
-    config = replace(config, eval_at_checkpoint=True, progress="none", checkpoint_every_epochs=1e9)
+    watch = MeanProbe(max(1, round(plan.epochs * task.samples / looks)), see)
+    plan = replace(plan, on_step=watch, eval_at_checkpoint=True, progress="none", checkpoint_every_epochs=1e9)
     try:
-        outcome = simulate_task(cluster, task, config, seed=seed, on_step=watch)
+        outcome = simulate_task(cluster, task, options, plan, seed=seed)
     except DataError:  # the loss is not a number any more: that is a result
-        return Learned(None, seen, 0, float("inf"))
+        return LearningRun(None, seen, 0, float("inf"))
     strategy: Any = innermost(next(iter(watch.learners.values())).strategy)
     assert outcome.metrics is not None
-    return Learned(outcome, seen, averages_of(strategy, outcome), outcome.metrics["loss"])
+    return LearningRun(outcome, seen, averages_of(strategy, outcome), outcome.metrics["loss"])
 
 
-def effective_rate(task: Any, judge: Flat, mean: Tensor, each: Sequence[Tensor]) -> float:
+def effective_rate(task: Any, flat: Flat, mean: Tensor, each: Sequence[Tensor]) -> float:
     """How much of the rate is left by the learners' disagreement (Zhang et al. 2021), on one batch for all."""
     batch = task.batch(0, 0, min(64, task.samples))
 
     def gradient(w: Tensor) -> Tensor:
-        judge.phi.copy_(w)
-        judge.clear_gradients()
-        task.loss(judge.module.train(), batch).backward()
-        return judge.gather(torch.empty_like(judge.phi))
+        flat.phi.copy_(w)
+        flat.clear_gradients()
+        task.loss(flat.module.train(), batch).backward()
+        return flat.gather(torch.empty_like(flat.phi))
 
     g = gradient(mean)
     together = torch.stack([gradient(w) for w in each]).mean(0)
@@ -116,9 +118,9 @@ def effective_rate(task: Any, judge: Flat, mean: Tensor, each: Sequence[Tensor])
 
 
 def averages_of(strategy: Any, outcome: SimulationResult) -> int:
-    """How often the learners met, or averaged, in the run: what communication was spent on."""
+    """Return the number of averages per learner."""
     steps = outcome.steps // max(outcome.learners, 1)
-    if isinstance(strategy, AdaptiveKStep):
+    if hasattr(strategy, "adaptive") and strategy.adaptive:
         return int(strategy.averages)
     if hasattr(strategy, "K"):
         return steps // int(strategy.K)
@@ -143,11 +145,6 @@ class ResultCache:
                 with open(self._path, "a", encoding="utf-8") as file:
                     file.write(json.dumps({"key": key, "value": self.rows[key]}) + "\n")
         return self.rows[key]
-
-
-def say(text: str) -> None:
-    """Progress, beside the result."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def one_thread() -> None:

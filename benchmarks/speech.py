@@ -1,13 +1,12 @@
-"""roundelay bench speech: every strategy on the same speech, in word errors against `single` at equal samples.
+"""Word error rate of every strategy against `single`, with equal samples on the same speech.
 
 Takes a finished run of a recipe and trains its network again with each strategy: the same features, alignments, windows,
-global batch and rate. Each network is decoded with the run's graph, its acoustic scale chosen on dev, and compared with
-`single` of the same seed, utterance by utterance; intervals come from resampling the test set's speakers.
+global batch and rate. Each network is decoded with the graph of the run, its acoustic scale chosen on dev, and compared with
+`single` of the same seed by utterance; intervals come from resampling the speakers of the test set.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -15,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import parser, run_main
 from roundelay.errors import UsageError, did_you_mean
 from roundelay.recipes import config as recipe_config
-from roundelay.recipes import decode_stage, network_stage
-from roundelay.recipes.pipeline_context import PipelineContext
-from roundelay.recipes.run_layout import RunLayout, aligned_run
+from roundelay.recipes import stages
+from roundelay.recipes.stages import PipelineContext
 from roundelay.speech.score import paired, read_text, score
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
@@ -31,43 +30,41 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "adpsgd": {"strategy": "adpsgd", "topology": "ring"},
     "adpsgd_random": {"strategy": "adpsgd", "topology": "random_ring"},
     "delay_by_one": {"strategy": "delay_by_one"},
-    "hierarchical": {"strategy": "hierarchical(adpsgd)", "machines": 2},
+    "hierarchical": {"strategy": "hierarchical(adpsgd)", "simulate_nodes": 2},
     "asgd": {"strategy": "asgd"},
 }
 SEVERAL_SEEDS = ("single", "adpsgd")
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench speech",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  roundelay bench speech recipes/spoken runs/spoken --json\n"
-        "  roundelay bench speech recipes/spoken runs/spoken network.hidden=96 train.epochs=3 --strategies adpsgd,sync",
+    p = parser(
+        "speech",
+        __doc__,
+        "python -m benchmarks.speech recipes/spoken runs/spoken --json\n"
+        "  python -m benchmarks.speech recipes/spoken runs/spoken network.hidden=96 train.epochs=3 --strategies adpsgd,sync",
     )
     p.add_argument("recipe", metavar="RECIPE")
     p.add_argument("run", metavar="RUN", help="its finished run directory")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="section.key=value of the recipe: another network, say")
     p.add_argument("--learners", type=int, default=4)
-    p.add_argument("--seeds", type=int, default=3, help="for single and adpsgd; the others run the first")
+    p.add_argument("--seeds", type=int, default=3, help="for single and adpsgd; all other strategies run the first seed")
     p.add_argument("--strategies", default=",".join(CONTESTANTS), help=f"any of {', '.join(CONTESTANTS)}")
     p.add_argument("--epochs", type=float, default=0.0, help="default: the recipe's")
     p.add_argument("--jobs", type=int, default=2)
-    p.add_argument("--json", action="store_true", help="print JSON")
     args = p.parse_intermixed_args(argv)
     names = [name.strip() for name in args.strategies.split(",")]
     for name in names:
         if name not in CONTESTANTS:
             raise UsageError(f"'{name}' is not a contestant", where="--strategies", hint=did_you_mean(name, CONTESTANTS))
-    run, recipe = aligned_run(args.run), recipe_config.load(args.recipe, args.overrides)
-    work = PipelineContext(recipe, run, args.jobs, progress="plain")
-    found = compare(work, ["single", *(n for n in names if n != "single")], args.learners, args.seeds, args.epochs)
-    print(json.dumps(found) if args.json else table(found))
+    run, recipe = stages.aligned_run(args.run), recipe_config.load(args.recipe, args.overrides)
+    work = PipelineContext(recipe, run, args.jobs, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
+    report = compare(work, ["single", *(n for n in names if n != "single")], args.learners, args.seeds, args.epochs)
+    print(json.dumps(report) if args.json else table(report))
     return 0
 
 
 def compare(work: PipelineContext, names: Sequence[str], learners: int, seeds: int, epochs: float) -> dict[str, Any]:
-    """Trains whatever is not trained yet, then scores all of it."""
+    """Train what is not cached, then score all strategies."""
     hypotheses: dict[tuple[str, int], Path] = {}
     for seed in range(seeds):
         for name in names:
@@ -82,23 +79,22 @@ def compare(work: PipelineContext, names: Sequence[str], learners: int, seeds: i
 
 
 def one(work: PipelineContext, name: str, learners: int, seed: int, epochs: float) -> Path:
-    """One network: trained, decoded. What is there already, made with the same settings, is kept."""
-    chosen = dict(CONTESTANTS[name])
-    count = chosen.setdefault("learners", learners)
+    """Train and decode one network, unless the result is cached; return the folder of its hypotheses."""
+    choice = dict(CONTESTANTS[name])
+    count = choice.setdefault("learners", learners)
     per_learner = int(work.recipe.train.get("batch", 64)) * int(work.recipe.train.get("learners", 1)) // count
-    wanted = {**work.recipe.train, **chosen, "batch": per_learner, "evaluate": False}
+    settings = {**work.recipe.train, **choice, "batch": per_learner, "eval_at_checkpoint": False}
     if epochs:
-        wanted["epochs"] = epochs
-    folder = work.run / "strategies" / f"{name}-{learners}-{seed}-{recipe_config.settings_hash(wanted, work.recipe.network)}"
+        settings["epochs"] = epochs
+    folder = work.run / "strategies" / f"{name}-{learners}-{seed}-{recipe_config.settings_hash(settings, work.recipe.network)}"
     done = folder / "hypotheses"
     if (done / "complete").exists():
-        print(f"{name}, seed {seed}: done before", file=sys.stderr, flush=True)
+        work.say(f"{name}, seed {seed}: done before")
         return done
-    print(f"{name}, seed {seed}: {count} learners with batches of {per_learner}", file=sys.stderr, flush=True)
-    layout = RunLayout(folder)
-    trained = network_stage.train_network(work, layout.network(), wanted, work.layout.alignments(), seed)
-    network_stage.finish_network(work, trained, layout.system("lstm"))
-    decode_stage.decode_system(work, layout, "lstm", done)
+    work.say(f"{name}, seed {seed}: {count} learners with batches of {per_learner}")
+    stages.train_network(work, folder / "network", settings, work.run / "alignments", seed)
+    stages.finish_network(work, folder / "network", folder / "lstm")
+    stages.decode_system(work, folder, "lstm", done)
     (done / "complete").write_text("")
     return done
 
@@ -106,7 +102,7 @@ def one(work: PipelineContext, name: str, learners: int, seed: int, epochs: floa
 def row(
     corpus: Any, set_name: str, name: str, mine: dict[int, Path], all_of_them: dict[tuple[str, int], Path]
 ) -> dict[str, Any]:
-    """Word errors of a contestant, and its difference to single of the same seeds."""
+    """Return the word error rate of a strategy and its difference to single with the same seeds."""
     refs = {u.id: u.words for u in corpus.utterances}
     speakers = {u.id: u.speaker for u in corpus.utterances}
     ours = [read_text(folder / f"{set_name}.txt") for folder in mine.values()]
@@ -121,11 +117,15 @@ def row(
     }  # fmt: skip
 
 
-def table(found: dict[str, Any]) -> str:
+def table(report: dict[str, Any]) -> str:
     lines = ["| strategy | seeds | WER % | range of seeds | minus single | 95 % interval |", "|---|---|---|---|---|---|"]
-    for r in found["results"]:
+    for r in report["results"]:
         lines.append(
             f"| {r['contestant']} | {r['seeds']} | {r['wer']:.2f} | {r['range'][0]:.2f} - {r['range'][1]:.2f} "
             f"| {r['difference']:+.2f} | {r['difference_range'][0]:+.2f} to {r['difference_range'][1]:+.2f} |"
         )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,15 +1,15 @@
-"""roundelay bench road: how fast the speech road is on one core, stage by stage, on the data of a finished run.
+"""Speed of the stages of the speech pipeline on one core, on the data of a finished run.
 
-features    log-mels with deltas, normalised, written to disk         seconds of audio per CPU second
-synthesis   speaking and perturbing (where the extra 'synth' is)      seconds of audio per CPU second
+features    log-mels with deltas, normalized, written to disk         seconds of audio per CPU second
+synthesis   synthesis and perturbation (needs the extra 'synth')      seconds of audio per CPU second
 align       a Viterbi pass of training: align, gather statistics      frames per CPU second, monophones and tied states
 decode      network and search at the recipe's beam and scale         seconds of audio per CPU second, every system
-CPU seconds of this process and its children, so that other work on the machine counts little.
+
+CPU seconds of this process and its children, so that other load on the machine matters little.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -21,9 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from roundelay.recipes.run_layout import RunLayout, aligned_run, scale_file
+from benchmarks.common import parser, run_main
 from roundelay.recipes.speaker_adaptation import adapt_unsupervised, stream_for
-from roundelay.recipes.systems import open_system
+from roundelay.recipes.stages import aligned_run
+from roundelay.recipes.systems import graph_of, open_system
 from roundelay.speech.corpora.data_dir import Corpus, read_data_dir
 from roundelay.speech.decode import DecodeOptions, Decoder
 from roundelay.speech.features.extract import FeatureOptions, extract
@@ -38,19 +39,13 @@ FRAMES_PER_S = 100
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench road",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: roundelay bench road runs/spoken --json",
-    )
+    p = parser("speech_speed", __doc__, "python -m benchmarks.speech_speed runs/spoken --json")
     p.add_argument("run", metavar="RUN", help="a finished run directory of a recipe")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--utterances", type=int, default=UTTERANCES, help="of the first test set")
-    p.add_argument("--json", action="store_true", help="print JSON")
     args = p.parse_args(argv)
-    found = {"results": measure(RunLayout(aligned_run(args.run)), args.utterances, args.repeats), "cores_used": 1}
-    print(json.dumps(found) if args.json else table(found))
+    report = {"results": measure(aligned_run(args.run), args.utterances, args.repeats), "cores_used": 1}
+    print(json.dumps(report) if args.json else table(report))
     return 0
 
 
@@ -59,19 +54,19 @@ def cpu_seconds() -> float:
     return t.user + t.system + t.children_user + t.children_system
 
 
-def measure(run: RunLayout, count: int, repeats: int) -> list[dict[str, Any]]:
-    name = run.test_sets()[0]
-    whole, store = read_data_dir(run.data_set(name)), FeatureStore.open(run.features(name))
+def measure(run: Path, count: int, repeats: int) -> list[dict[str, Any]]:
+    name = json.loads((run / "data" / "sets.json").read_text())["test"][0]
+    whole, store = read_data_dir(run / "data" / name), FeatureStore.open(run / "features" / name)
     chosen = {u.id for u in whole.utterances[:: max(1, len(whole.utterances) // count)]} & set(store.ids)
     corpus = whole.subset(lambda u: u.id in chosen)
     frames = sum(store.frames(u.id) for u in corpus.utterances)
     audio_s = frames / FRAMES_PER_S
     jobs: dict[tuple[str, str], Callable[[], None]] = {("features", ""): lambda: _features(corpus, store)}
     for system in ("mono", "tri"):
-        if run.system(system).is_dir():
+        if (run / system).is_dir():
             jobs["align", system] = _alignment_pass(run, system, corpus, store)
     for system in ("mono", "tri", "lstm"):
-        if scale_file(run.decode(system)).exists():
+        if (run / "decode" / system / "scale.json").exists():
             jobs["decode", system] = _decoding(run, system, corpus, store)
     results = []
     for (stage, system), job in jobs.items():
@@ -101,8 +96,8 @@ def _features(corpus: Corpus, store: FeatureStore) -> None:
         extract(corpus, Path(folder) / "features", options, jobs=1, resample=True, progress="none")
 
 
-def _alignment_pass(run: RunLayout, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
-    model, lexicon = AlignmentModel.load(run.system(system)), Lexicon.read(run.lexicon)
+def _alignment_pass(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
+    model, lexicon = AlignmentModel.load(run / system), Lexicon.read(run / "data" / "lexicon.txt")
     crew = EmWorkers([(u.id, u.words) for u in corpus.utterances], store, lexicon, 1)
 
     def job() -> None:
@@ -111,17 +106,17 @@ def _alignment_pass(run: RunLayout, system: str, corpus: Corpus, store: FeatureS
     return job
 
 
-def _decoding(run: RunLayout, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
-    scale = json.loads(scale_file(run.decode(system)).read_text())["acoustic_scale"]
-    made, taken = (
+def _decoding(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
+    scale = json.loads((run / "decode" / system / "scale.json").read_text())["acoustic_scale"]
+    model, stream = (
         open_system(run, system),
         stream_for(run, system, store, partial(adapt_unsupervised, run, store, progress="none")),
     )
-    decoder = Decoder(load_graph(run.graph(system)), replace(DecodeOptions(), acoustic_scale=scale))
+    decoder = Decoder(load_graph(run / graph_of(system)), replace(DecodeOptions(), acoustic_scale=scale))
 
     def job() -> None:
         for utterance in corpus.utterances:
-            decoder.decode(made.scores(taken, utterance.id))
+            decoder.decode(model.scores(stream, utterance.id))
 
     return job
 
@@ -135,17 +130,23 @@ def _synthesis(seed: int) -> float:
             test_utterances=10, lm_sentences=500,
         )  # fmt: skip
         began = cpu_seconds()
-        made = synthesize(Path(folder) / "corpus", few, jobs=1, progress="none")
+        system = synthesize(Path(folder) / "corpus", few, jobs=1, progress="none")
         spent = cpu_seconds() - began
-        ids = [line.split() for part in made for line in (Path(folder) / "corpus" / part / "utt2dur").read_text().splitlines()]
+        ids = [
+            line.split() for part in system for line in (Path(folder) / "corpus" / part / "utt2dur").read_text().splitlines()
+        ]
         return sum(float(seconds) for _, seconds in ids) / spent
 
 
-def table(found: dict[str, Any]) -> str:
+def table(report: dict[str, Any]) -> str:
     lines = ["| stage | system | rate | range | unit |", "|---|---|---|---|---|"]
-    for r in found["results"]:
+    for r in report["results"]:
         lines.append(
             f"| {r['stage']} | {r['system']} | {r['rate']:,.0f} | {r['range'][0]:,.0f} - {r['range'][1]:,.0f} "
             f"| {r['unit'].replace('_', ' ')} |"
         )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,20 +1,21 @@
-"""roundelay bench stragglers: one learner of 16 is slow, and all learn; held-out loss against virtual time.
+"""Held-out loss against virtual time with one slow learner of 16.
 
-The example task on 16 equal learners, then with one of them slowed 2 and 10 times: AD-PSGD on the fixed and on the randomized
-ring, delay-by-one and synchronous SGD, all at the same rate and over the same samples. Nothing is tuned per cell.
+The example task on 16 equal learners, then with one of them slowed 2 and 10 times: AD-PSGD on the fixed and the randomized
+ring, delay-by-one and synchronous SGD, at the same rate and over the same samples. Nothing is tuned per cell.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.sim_probe import Learned, learn, one_thread, say
-from roundelay.cli.tables import markdown
-from roundelay.engine.config import TrainConfig
+from benchmarks.common import log, parser, run_main
+from benchmarks.sim_probe import LearningRun, learn, one_thread
+from roundelay.engine.config import EngineConfig
+from roundelay.engine.trainer import RunConfig
+from roundelay.log.output import markdown_table
 from roundelay.simulate.cluster import (
     Cluster,
     ComputeModel,
@@ -47,31 +48,25 @@ CLUSTER = Cluster(
 )
 
 
-def run(strategy: str, ring: str, slowdown: float, epochs: float, seed: int = 0) -> Learned:
+def run(strategy: str, ring: str, slowdown: float, epochs: float, seed: int = 0) -> LearningRun:
     cluster = CLUSTER if slowdown == 1 else replace(CLUSTER, straggler=(StragglerModel(slowdown, learner=SLOW_ONE),))
-    config = TrainConfig(
-        strategy=strategy, topology=ring, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs, log_every_s=1e9,
-        epochs=epochs, batch=BATCH, lr=RATE,
-    )  # fmt: skip
-    return learn(cluster, replace(TASK, seed=seed), config, looks=16, seed=seed)
+    options = EngineConfig(
+        strategy=strategy, topology=ring, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs, log_every_s=1e9
+    )
+    plan = RunConfig(epochs=epochs, batch=BATCH, lr=RATE, momentum=0.9)
+    return learn(cluster, replace(TASK, seed=seed), options, plan, looks=16, seed=seed)
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="roundelay bench stragglers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: roundelay bench stragglers --quick",
-    )
-    p.add_argument("--json", action="store_true", help="print JSON")
+    p = parser("stragglers", __doc__, "python -m benchmarks.stragglers --quick")
     p.add_argument("--quick", action="store_true", help="a quarter of an epoch: shows that it runs")
     p.add_argument("--slowdowns", default=",".join(f"{s:g}" for s in SLOWDOWNS), help="only these, such as 1,10")
     p.add_argument("--epochs", type=float, default=EPOCHS, help=f"passes over the samples (default {EPOCHS:g})")
     args = p.parse_args(argv)
     one_thread()
     slowdowns = [1.0, 10.0] if args.quick else [float(s) for s in args.slowdowns.split(",")]
-    found = table(slowdowns, 0.25 if args.quick else args.epochs)
-    print(json.dumps(found) if args.json else show(found))
+    report = table(slowdowns, 0.25 if args.quick else args.epochs)
+    print(json.dumps(report) if args.json else show(report))
     return 0
 
 
@@ -79,35 +74,39 @@ def table(slowdowns: Sequence[float], epochs: float) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for slowdown in slowdowns:
         for name, (strategy, ring) in CONTESTANTS.items():
-            made = run(strategy, ring, slowdown, epochs)
-            outcome = made.outcome
+            learned = run(strategy, ring, slowdown, epochs)
+            outcome = learned.outcome
             rows.append(
                 {
                     "contestant": name,
                     "slowdown": slowdown,
-                    "loss": made.loss,
+                    "loss": learned.loss,
                     "virtual_s": outcome.elapsed_s if outcome else None,
                     "staleness": outcome.staleness_mean if outcome else None,
                     "steps_of_the_slow_one": outcome.per_learner[SLOW_ONE].get("steps") if outcome else None,
-                    "looks": [asdict(look) for look in made.looks],
+                    "looks": [asdict(look) for look in learned.looks],
                 }
             )
-            say(f"slowed {slowdown:g} x  {name:<20} loss {made.loss:.4f} after {rows[-1]['virtual_s'] or 0:.2f} virtual s")
+            log(f"slowed {slowdown:g} x  {name:<20} loss {learned.loss:.4f} after {rows[-1]['virtual_s'] or 0:.2f} virtual s")
     goal = GOAL * next(r["loss"] for r in rows if r["contestant"] == "sync")
     for row in rows:
         row["goal_s"] = next((look["time_s"] for look in row["looks"] if look["loss"] <= goal), None)
     return {"results": rows, "goal": goal, "learners": SIZE, "epochs": epochs, "batch": BATCH, "rate": RATE}
 
 
-def show(found: dict[str, Any]) -> str:
+def show(report: dict[str, Any]) -> str:
     head = [
         "",
         "slowed",
         "virtual s",
         "held-out loss",
-        f"virtual s to loss {found['goal']:.3f}",
+        f"virtual s to loss {report['goal']:.3f}",
         "staleness",
         "steps of the slow one",
     ]
     keys = ("contestant", "slowdown", "virtual_s", "loss", "goal_s", "staleness", "steps_of_the_slow_one")
-    return markdown(head, [[r[k] for k in keys] for r in found["results"]])
+    return markdown_table(head, [[r[k] for k in keys] for r in report["results"]])
+
+
+if __name__ == "__main__":
+    run_main(main)

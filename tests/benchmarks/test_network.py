@@ -91,11 +91,11 @@ def test_cables_hold_their_rate_in_both_directions(count: int) -> None:
 
 @needs_root
 @needs_tools
-def test_leftovers_of_a_killed_process_go_and_nothing_else() -> None:
+def test_only_the_namespaces_of_a_killed_process_are_removed() -> None:
     code = textwrap.dedent("""
         import os, signal, sys
-        from benchmarks.namespaces import Machines
-        with Machines(2, 100) as machines:
+        from benchmarks.namespaces import NetnsMachines
+        with NetnsMachines(2, 100) as machines:
             machines.start(0, ["sleep", "600"], dict(os.environ))
             os.kill(os.getpid(), signal.SIGKILL)
     """)
@@ -137,9 +137,9 @@ def test_ddp_and_gossip_between_two_machines(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(network.LINKS, "200mbit", 10)  # slow enough for this small model to be photographed often
     contest = Contest(batch=8, samples=768, rates=(0.6, 1e9))  # the second rate is nonsense, and must lose
     entries = [network.ENTRIES[name] for name in ("ddp", "adpsgd")]
-    found = network.compare(entries, ["200mbit"], contest, FRAMES, quick=True)
+    report = network.compare(entries, ["200mbit"], contest, FRAMES, quick=True)
     assert ours() == []
-    ddp, adpsgd = found["results"]
+    ddp, adpsgd = report["results"]
     assert (ddp["contestant"], adpsgd["contestant"]) == ("ddp", "adpsgd")
     assert ddp["rate"] == adpsgd["rate"] == 0.6
     assert ddp["ratio_to_ddp"] == 1.0
@@ -147,35 +147,35 @@ def test_ddp_and_gossip_between_two_machines(monkeypatch: pytest.MonkeyPatch) ->
     # at this rate ddp is single with the same global batch: it is at the target after half the budget
     assert 0.75 * 384 < ddp["samples_to_loss"] < 1.25 * 384
     # every step sends the gradient (a sum of halves over two learners), plus headers and the job's small talk
-    assert 4 * found["parameters"] < ddp["sent_bytes_per_step"] < 8 * found["parameters"]
+    assert 4 * report["parameters"] < ddp["sent_bytes_per_step"] < 8 * report["parameters"]
     if "seconds_to_loss" in adpsgd:
         assert adpsgd["ratio_to_ddp"] == pytest.approx(adpsgd["seconds_to_loss"] / ddp["seconds_to_loss"], rel=0.01)
-    assert found["in_words"][0].startswith("200mbit: ")
+    assert report["in_words"][0].startswith("200mbit: ")
 
 
 @needs_root
 @needs_tools
 @pytest.mark.dist
 @pytest.mark.timeout(120)
-def test_a_machine_of_two_learners_sends_one_model_per_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_of_two_learners_sends_one_model_per_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hierarchy, "TASK", FRAMES)
     monkeypatch.setattr(hierarchy, "STEPS", 24)
     monkeypatch.setattr(hierarchy, "RATES", (0.6,))
-    found = hierarchy.compare(["2x2"], lambda text: None, quick=True)
+    report = hierarchy.compare(["2x2"], lambda text: None, quick=True)
     assert ours() == []
-    ours_, flat = found["results"]
-    for sent in ours_["models_per_machine_and_meeting"]:
+    ours_, flat = report["results"]
+    for sent in ours_["models_per_machine_and_exchange"]:
         assert 0.9 < sent < 1.6
-    for sent in flat["models_per_machine_and_meeting"]:
+    for sent in flat["models_per_machine_and_exchange"]:
         assert 1.8 < sent < 3.2
-    assert "2x2" in hierarchy.table(found)
+    assert "2x2" in hierarchy.table(report)
 
 
 @needs_root
 @needs_tools
 @pytest.mark.timeout(90)
 def test_ctrl_c_removes_everything() -> None:
-    command = [sys.executable, "-m", "roundelay", "bench", "network", "--quick", "--task", FRAMES]
+    command = [sys.executable, "-m", "benchmarks.network", "--quick", "--task", FRAMES]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     mark = f"roundelay-{process.pid}-"
     deadline = time.monotonic() + 60
@@ -192,14 +192,14 @@ def test_ctrl_c_removes_everything() -> None:
 
 
 @pytest.mark.parametrize("missing", ["root", "tools"])
-def test_what_is_missing_is_said(missing: str) -> None:
+def test_missing_requirements_are_named(missing: str) -> None:
     if missing == "root" and not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("ip and tc are not installed: that is said first")
-    code = "import os; from roundelay.cli.main import main; import benchmarks.network\n"
+        pytest.skip("ip and tc are not installed: that error comes first")
+    code = "import os, sys; from benchmarks import network; from benchmarks.common import run_main\n"
     if missing == "root" and os.geteuid() == 0:
         code += "os.seteuid(65534)\n"
     env = {**os.environ, "PATH": "/nonexistent"} if missing == "tools" else None
-    command = [sys.executable, "-c", code + "raise SystemExit(main(['bench', 'network']))"]
+    command = [sys.executable, "-c", code + "sys.argv = ['network']; run_main(network.main)"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
     assert ("only root" if missing == "root" else "'ip' is not installed") in done.stderr
@@ -208,51 +208,51 @@ def test_what_is_missing_is_said(missing: str) -> None:
 
 
 class Curve:
-    """A crew whose loss is a function of the picture."""
+    """Workers whose loss is a function of the snapshot."""
 
     def __init__(self, losses: list[float]) -> None:
         self.losses = losses
         self.asked: list[int] = []
 
-    def loss(self, pictures: list[tuple[int, int]]) -> float:
-        slots = {slot for _, slot in pictures}
-        assert len(slots) == 1, "pictures of different times were put together"
+    def loss(self, snapshots: list[tuple[int, int]]) -> float:
+        slots = {slot for _, slot in snapshots}
+        assert len(slots) == 1, "snapshots of different times were put together"
         self.asked.append(slots.pop())
         return self.losses[self.asked[-1]]
 
 
-def judged(losses: list[float], target: float) -> tuple[TimeToLossResult, Curve]:
-    """Two learners, a picture every second from second 1 on, the second learner 0.1 s late; 10 samples a second each."""
+def evaluated(losses: list[float], target: float) -> tuple[TimeToLossResult, Curve]:
+    """Two learners, a snapshot every second from second 1 on, the second learner 0.1 s late; 10 samples a second each."""
     members = [
         {
             "began": 100.0,
-            "pictures": [{"seconds": 101.0 + i + 0.1 * rank, "samples": 10 * (i + 1), "slot": i} for i in range(len(losses))],
+            "snapshots": [{"seconds": 101.0 + i + 0.1 * rank, "samples": 10 * (i + 1), "slot": i} for i in range(len(losses))],
         }
         for rank in range(2)
     ]
     outcome, curve = TimeToLossResult(0.1, samples=20 * len(losses), members=members), Curve(losses)
-    TimeToLoss(curve, outcome, target).judge()  # type: ignore[arg-type]
+    TimeToLoss(curve, outcome, target).evaluate()  # type: ignore[arg-type]
     return outcome, curve
 
 
-def test_the_time_of_a_loss_lies_on_the_line_between_two_pictures() -> None:
-    outcome, curve = judged([5.0, 4.0, 3.0, 2.0, 1.0, 0.9, 0.8, 0.7, 0.6], target=1.5)
+def test_the_time_of_a_loss_is_interpolated_between_snapshots() -> None:
+    outcome, curve = evaluated([5.0, 4.0, 3.0, 2.0, 1.0, 0.9, 0.8, 0.7, 0.6], target=1.5)
     assert outcome.seconds_to_loss == pytest.approx(4.5)
     assert outcome.samples_to_loss == pytest.approx(90.0)
     assert outcome.last_loss == 0.6
-    assert len(set(curve.asked)) == len(curve.asked) <= 5, "pictures are judged once, and not all of them"
+    assert len(set(curve.asked)) == len(curve.asked) <= 5, "snapshots are evaluated at most once"
 
 
-def test_a_loss_that_comes_and_goes_counts_and_one_that_never_comes_does_not() -> None:
-    came, _ = judged([5.0, 3.0, 2.0, 1.0, 1.0, 1.0, 4.0, 4.0, 4.0], target=1.5)
+def test_the_first_time_at_the_loss_counts() -> None:
+    came, _ = evaluated([5.0, 3.0, 2.0, 1.0, 1.0, 1.0, 4.0, 4.0, 4.0], target=1.5)
     assert came.seconds_to_loss == pytest.approx(3.5)
-    never, _ = judged([5.0, 4.0, float("nan"), 2.0], target=1.5)
+    never, _ = evaluated([5.0, 4.0, float("nan"), 2.0], target=1.5)
     assert not never.reached
-    at_once, _ = judged([1.0, 0.9], target=1.5)
+    at_once, _ = evaluated([1.0, 0.9], target=1.5)
     assert at_once.seconds_to_loss == pytest.approx(1.0)
 
 
-def test_json_of_a_contestant_that_did_not_arrive_leaves_keys_out() -> None:
+def test_a_competitor_that_missed_the_target_has_no_seconds() -> None:
     outcomes = {
         "ddp": [TimeToLossResult(0.1, samples=100, seconds=10.0, cpu_s=5.0, sent_bytes=[8, 8], members=[{}, {}],
                         seconds_to_loss=8.0, samples_to_loss=80.0)],

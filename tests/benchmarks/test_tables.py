@@ -1,10 +1,12 @@
-"""The tables in virtual time: their arithmetic, and one small run of each."""
+"""The benchmarks in virtual time: their arithmetic, and one small run of each."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,25 +16,22 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.sim_probe import ResultCache
-from command import ROUNDELAY, Jobs, descendants
+from command import Jobs, descendants
 
-from benchmarks import batches, ksteps, published_scaling, stragglers, theory
+from benchmarks import BENCHES, batches, ksteps, published_scaling, stragglers, theory
 from roundelay import topology
-from roundelay.cli.main import BENCHES, main
 
 TINY = {"samples": 320, "held_out": 16, "hidden": 4, "frames": 4, "phones": 3, "features": 4}
 
 
-@pytest.mark.parametrize("name", ["shapes", "stragglers", "ksteps", "theory", "batches"])
-def test_every_table_is_a_command_with_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert name in BENCHES
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", name, "--help"])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert "--json" in said
-    assert "--quick" in said
-    assert "example:" in said
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_benchmark_is_a_command_with_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        importlib.import_module(f"benchmarks.{name}").main(["--help"])
+    assert status.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text
+    assert "example:" in text
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
@@ -45,7 +44,7 @@ def test_agreement_played_is_agreement_in_closed_form() -> None:
     assert published_scaling.agreement((16,))[0]["T1_closed_form"] == 89
 
 
-def test_a_straggler_slows_those_who_wait_and_hardly_those_who_do_not() -> None:
+def test_a_straggler_slows_synchronous_strategies_only() -> None:
     rows = {
         r["contestant"]: r["times"] for r in published_scaling.straggler(40, (1, 10))
     }  # on a ring it takes 16 until all feel it
@@ -55,7 +54,7 @@ def test_a_straggler_slows_those_who_wait_and_hardly_those_who_do_not() -> None:
         assert rows[name]["10"] < 1.3
 
 
-def test_one_gpu_takes_what_its_pace_was_fitted_to() -> None:
+def test_one_gpu_takes_the_published_time() -> None:
     row = published_scaling.speedup(4, 1)[0]
     assert row["hours"] == pytest.approx(row["published_hours"], rel=0.05)
 
@@ -63,7 +62,7 @@ def test_one_gpu_takes_what_its_pace_was_fitted_to() -> None:
 # -- theory ------------------------------------------------------------------------------------------------------------
 
 
-def test_exponents_are_found_again() -> None:
+def test_exponents_are_recovered() -> None:
     values = {(K, L): 3.0 * K**-0.5 * L**-0.4 for K in (10, 100, 1000) for L in (1, 2, 8)}
     assert theory.fit(values) == (pytest.approx(-0.5), pytest.approx(-0.4))
 
@@ -74,12 +73,12 @@ def test_the_engine_contracts_as_its_matrices_say() -> None:
 
 
 def test_the_whole_gradient_is_that_of_the_loss() -> None:
-    task = theory.Bumpy(samples=4)
+    task = theory.NonConvexRegression(samples=4)
     module = task.build()
     w = torch.from_numpy(np.random.default_rng(0).standard_normal(task.features))
     with torch.no_grad():
         module.weight.copy_(w[None])  # type: ignore[operator, union-attr]
-    task.loss(module, theory.kept(task)).backward()  # type: ignore[no-untyped-call]
+    task.loss(module, theory.cached_data(task)).backward()  # type: ignore[no-untyped-call]
     assert torch.allclose(module.weight.grad[0], task.gradient(w))  # type: ignore[index, union-attr]
 
 
@@ -95,30 +94,30 @@ def test_more_rounds_and_more_learners_bring_a_smaller_gradient() -> None:
 def test_stragglers_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stragglers, "TASK", replace(stragglers.TASK, **TINY))
     monkeypatch.setattr(stragglers, "CONTESTANTS", {k: stragglers.CONTESTANTS[k] for k in ("adpsgd, ring", "sync")})
-    found = stragglers.table((1.0, 10.0), 1.0)
-    rows = {(r["contestant"], r["slowdown"]): r for r in found["results"]}
+    report = stragglers.table((1.0, 10.0), 1.0)
+    rows = {(r["contestant"], r["slowdown"]): r for r in report["results"]}
     assert rows["sync", 10.0]["virtual_s"] > 5 * rows["sync", 1.0]["virtual_s"]
     assert rows["sync", 10.0]["loss"] == pytest.approx(rows["sync", 1.0]["loss"], rel=1e-5)  # only time differs
     assert rows["adpsgd, ring", 10.0]["virtual_s"] < rows["sync", 10.0]["virtual_s"]
     assert rows["adpsgd, ring", 10.0]["steps_of_the_slow_one"] < rows["adpsgd, ring", 1.0]["steps_of_the_slow_one"]
-    assert stragglers.show(found).count("\n") == 5
+    assert stragglers.show(report).count("\n") == 5
 
 
-def test_ksteps_counts_averages_and_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ksteps_counts_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ksteps, "TASK", replace(ksteps.TASK, **TINY))
     monkeypatch.setattr(ksteps, "ASGD_RATES", (0.5,))
-    found = ksteps.table((4,), (1, 5), 2.0, 1)
-    rows = {r["contestant"]: r for r in found["results"]}
+    report = ksteps.table((4,), (1, 5), 2.0, 1)
+    rows = {r["contestant"]: r for r in report["results"]}
     assert rows["K = 1"]["averages"] == 10
     assert rows["K = 5"]["averages"] == 2
     assert rows["K = 1"]["megabytes_per_learner"] > 3 * rows["K = 5"]["megabytes_per_learner"]
     assert all(math.isfinite(r["loss"]) for r in rows.values())
-    verdict = found["verdicts"][0]
+    verdict = report["verdicts"][0]
     assert verdict["best_fixed_loss"] == min(rows["K = 1"]["loss"], rows["K = 5"]["loss"])
-    assert "4 learners" in ksteps.show(found)
+    assert "4 learners" in ksteps.show(report)
 
 
-def test_the_grid_is_resumed_and_keeps_what_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grid_is_resumed_and_keeps_diverged_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[batches.Cell] = []
 
     def run(cell: batches.Cell) -> dict[str, Any]:
@@ -127,14 +126,14 @@ def test_the_grid_is_resumed_and_keeps_what_diverged(tmp_path: Path, monkeypatch
         return {"loss": None if cell.factor == 2.0 else 1.0 / cell.factor, "rate": 1.0, "spread": 0.1, "looks": [look]}
 
     monkeypatch.setattr(batches, "run", run)
-    found = batches.Grid(ResultCache(tmp_path / "kept.jsonl"), 1, False).table()
+    report = batches.Grid(ResultCache(tmp_path / "kept.jsonl"), 1, False).table()
     once = len(ran)
-    assert {r["best_factor"] for r in found["results"]} == {1.0}
-    assert all(r["by_factor"]["2.0"] is None for r in found["results"])
+    assert {r["best_factor"] for r in report["results"]} == {1.0}
+    assert all(r["by_factor"]["2.0"] is None for r in report["results"])
     assert len({cell.key for cell in ran}) == once
     again = batches.Grid(ResultCache(tmp_path / "kept.jsonl"), 1, False).table()
     assert len(ran) == once
-    assert json.loads(json.dumps(again)) == json.loads(json.dumps(found))
+    assert json.loads(json.dumps(again)) == json.loads(json.dumps(report))
     assert max(c.batch for c in ran) * 16 * 500 <= batches.EPOCHS * batches.TASK.samples  # at least 500 updates
 
 
@@ -146,26 +145,26 @@ def test_a_cell_of_the_grid_learns_and_the_control_has_noise(monkeypatch: pytest
         batches.Cell(batches.NOISY, 4, 0.5, noise=0.0, epochs=1.0, samples=320),
         batches.Cell("sync", 4, 0.5, epochs=1.0, samples=320),
     ]
-    found = [batches.run(cell) for cell in cells]
-    losses = [one["loss"] for one in found]
+    report = [batches.run(cell) for cell in cells]
+    losses = [one["loss"] for one in report]
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[1] != losses[2]
     assert losses[2] == pytest.approx(losses[3], rel=1e-4)  # without noise it is sync
-    assert found[0]["spread"] > 1e-3
-    assert found[3]["spread"] < 1e-6  # looked at between rounds, never in the middle of one
+    assert report[0]["spread"] > 1e-3
+    assert report[3]["spread"] < 1e-6  # looked at between rounds, never in the middle of one
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_the_grid_at_once_and_its_processes_with_it(number: int, jobs: Jobs) -> None:
-    job = jobs.start(ROUNDELAY, "bench", "batches", "--jobs", "2", "--keep", "kept.jsonl")
+def test_an_interrupt_ends_the_grid_and_its_processes(number: int, jobs: Jobs) -> None:
+    job = jobs.start(sys.executable, "-m", "benchmarks.batches", "--jobs", "2", "--keep", "kept.jsonl")
     job.until(lambda: len(list(descendants(job.process.pid))) >= 2, "two processes")
     time.sleep(3.0)  # until they compute; earlier the interpreter may still be starting
-    helpers = list(descendants(job.process.pid))
+    children = list(descendants(job.process.pid))
     job.signal(number)
     job.end(20.0).expect(130)  # a cell takes half a minute and more
     assert "interrupted" in job.err
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in helpers):
-        assert time.monotonic() < deadline, "a helper outlived the command"
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < deadline, "a child outlived the command"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""`roundelay simulate` and `roundelay list clusters`, as people use them."""
+"""The commands `roundelay simulate` and `roundelay list clusters`."""
 
 from __future__ import annotations
 
@@ -42,58 +42,56 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+def run_command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     code = main.main(list(args))
     out, err = capsys.readouterr()
     return code, out, err
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
-    code, out, err = said(capsys, "simulate", *args, "--json")
+    code, out, err = run_command(capsys, "simulate", *args, "--json")
     assert code == 0, err
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return result
 
 
-def test_timing_alone_gives_figures_and_a_run_directory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = {"hours", "samples_per_s", "efficiency", "staleness_mean", "bytes_per_step", "digest"}
-    found = simulated(capsys, "small.toml", "strategy=adpsgd", "batch=16", "steps=20", "parameters=1000000", "run=r")
-    assert wanted <= set(found)
-    assert found["samples"] == 20 * 16 * 4
-    assert 0 < found["efficiency"] <= 1.01
+def test_timing_only_mode_gives_metrics_and_a_run_directory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    required = {"hours", "samples_per_s", "efficiency", "staleness_mean", "bytes_per_step", "digest"}
+    result = simulated(capsys, "small.toml", "strategy=adpsgd", "batch=16", "steps=20", "parameters=1000000", "run=r")
+    assert required <= set(result)
+    assert result["samples"] == 20 * 16 * 4
+    assert 0 < result["efficiency"] <= 1.01
     again = simulated(capsys, "small.toml", "strategy=adpsgd", "batch=16", "steps=20", "parameters=1000000", "run=again")
-    assert found["digest"] == again["digest"]
+    assert result["digest"] == again["digest"]
     events = list(read_events(here / "r" / "events.jsonl"))
     assert {e["rank"] for e in events if e["event"] == "steps"} == {0, 1, 2, 3}
-    assert max(e["time"] for e in events) <= found["elapsed_s"] + 1e-3  # virtual time
-    assert sum(e["samples"] for e in events if e["event"] == "steps") == found["samples"]
+    assert max(e["time"] for e in events) <= result["elapsed_s"] + 1e-3  # virtual time
+    assert sum(e["samples"] for e in events if e["event"] == "steps") == result["samples"]
     assert tomllib.loads((here / "r" / "config.toml").read_text())["strategy"] == "adpsgd"
 
 
 @pytest.mark.parametrize("strategy", ["sync", "adpsgd", "asgd"])
-def test_a_loader_without_a_limit_takes_the_time_of_a_very_fast_one(
-    strategy: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unlimited_loader_is_equal_to_a_very_fast_one(strategy: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "fast.toml").write_text(CLUSTER + "[loader]\nsamples_per_s = 1e12\n")
     args = (f"strategy={strategy}", "batch=16", "steps=30", "parameters=1000000")
     without, fast = (simulated(capsys, cluster, *args, f"run={cluster}-run") for cluster in ("small.toml", "fast.toml"))
-    ahead_s = 0.0 if strategy == "sync" else 2 * 16 * 0.001 * 1.5  # of the two batches that a loader claims ahead of a race
+    ahead_s = 0.0 if strategy == "sync" else 2 * 16 * 0.001 * 1.5  # the two batches that a loader leases ahead
     assert without["elapsed_s"] == pytest.approx(fast["elapsed_s"], rel=1e-6, abs=ahead_s)
     assert without["samples"] == fast["samples"]
 
 
-def test_a_thousand_learners_do_all_the_work_and_leave_spectra_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_learners_are_simulated_without_spectra(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "large.toml").write_text(CLUSTER.replace("count = 2", "count = 512"))
     args = ("strategy=adpsgd", "batch=16", "steps=3", "parameters=1000000", "run=r")
-    found = simulated(capsys, "large.toml", *args)
-    assert (found["learners"], found["samples"], found["steps"]) == (1024, 1024 * 3 * 16, 1024 * 3)
+    result = simulated(capsys, "large.toml", *args)
+    assert (result["learners"], result["samples"], result["steps"]) == (1024, 1024 * 3 * 16, 1024 * 3)
     mixing = next(e for e in read_events(here / "r" / "events.jsonl") if e["event"] == "start")["mixing"]
     assert len(mixing["weights"]) == 1024
-    assert "gap" not in mixing  # worked out for up to 256 learners only: it took longer than the rest
+    assert "gap" not in mixing  # computed for at most 256 learners, because it takes longer than the simulation
 
 
-def test_for_people_it_draws_where_the_time_goes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, "simulate", "small.toml", "strategy=sync", "steps=10", "parameters=4000000", "run=r")
+def test_the_text_output_draws_where_the_time_goes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_command(capsys, "simulate", "small.toml", "strategy=sync", "steps=10", "parameters=4000000", "run=r")
     assert code == 0
     for word in ("hours", "efficiency", "rank    3 |", "# gradient", "staleness", "compute"):
         assert word in out
@@ -101,22 +99,22 @@ def test_for_people_it_draws_where_the_time_goes(here: Path, capsys: pytest.Capt
     assert "~" in out.split("rank    0 |")[1].splitlines()[0]
 
 
-def test_hours_are_those_of_the_whole_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulated(capsys, "small.toml", "strategy=sync", "steps=10", "samples=1000000", "epochs=16", "run=r")
-    assert found["hours"] == pytest.approx(16e6 / found["samples_per_s"] / 3600, rel=1e-6)
+def test_hours_are_for_the_whole_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = simulated(capsys, "small.toml", "strategy=sync", "steps=10", "samples=1000000", "epochs=16", "run=r")
+    assert result["hours"] == pytest.approx(16e6 / result["samples_per_s"] / 3600, rel=1e-6)
 
 
-def test_a_task_learns_for_real_in_virtual_time(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_is_trained_in_virtual_time(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("small.toml", "task=dots.toml", "strategy=adpsgd", "epochs=4")
-    found = simulated(capsys, *args, "run=r")
+    result = simulated(capsys, *args, "run=r")
     again = simulated(capsys, *args, "run=again")
-    assert found["digest"] == again["digest"]
+    assert result["digest"] == again["digest"]
     assert (here / "r" / "model.safetensors").read_bytes() == (here / "again" / "model.safetensors").read_bytes()
-    judged = [e for e in read_events(here / "r" / "events.jsonl") if e["event"] == "evaluation"]
-    assert len(judged) >= 4
-    assert judged[-1]["metrics"]["loss"] < judged[0]["metrics"]["loss"]
-    assert [e["time"] for e in judged] == sorted(e["time"] for e in judged)
-    assert judged[-1]["time"] <= found["elapsed_s"] + 1e-3
+    evaluations = [e for e in read_events(here / "r" / "events.jsonl") if e["event"] == "evaluation"]
+    assert len(evaluations) >= 4
+    assert evaluations[-1]["metrics"]["loss"] < evaluations[0]["metrics"]["loss"]
+    assert [e["time"] for e in evaluations] == sorted(e["time"] for e in evaluations)
+    assert evaluations[-1]["time"] <= result["elapsed_s"] + 1e-3
     assert any((here / "r" / "ckpt").glob("samples-*"))
 
 
@@ -128,19 +126,19 @@ def test_a_task_can_be_resumed_in_virtual_time(here: Path, capsys: pytest.Captur
     assert rest["digest"] == whole["digest"]
 
 
-def test_a_strategy_of_ones_own_is_simulated(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulated(capsys, "small.toml", "strategy=own_strategies:HalfWay", "strategy_options.times=2", "steps=5", "run=r")
-    assert found["bytes_per_step"] > 0
+def test_a_user_strategy_is_simulated(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = simulated(capsys, "small.toml", "strategy=own_strategies:HalfWay", "strategy_options.times=2", "steps=5", "run=r")
+    assert result["bytes_per_step"] > 0
 
 
-def test_clusters_are_listed_with_the_source_of_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, "list", "clusters", "--json")
-    found = json.loads(out)
+def test_clusters_are_listed_with_the_source_of_every_value(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_command(capsys, "list", "clusters", "--json")
+    result = json.loads(out)
     assert code == 0
-    assert found["v100-8x8"]["learners"] == 64
-    assert "100 Gbit/s" in found["v100-8x8"]["sources"]["link.between.gbit_per_s"]
-    code, plain, _ = said(capsys, "list", "clusters")
-    assert all(name in plain for name in found)
+    assert result["v100-8x8"]["learners"] == 64
+    assert "100 Gbit/s" in result["v100-8x8"]["sources"]["link.between.gbit_per_s"]
+    code, plain, _ = run_command(capsys, "list", "clusters")
+    assert all(name in plain for name in result)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +146,7 @@ def test_clusters_are_listed_with_the_source_of_every_figure(capsys: pytest.Capt
     [
         (("nowhere",), "there is no cluster 'nowhere'"),
         (("v100-8x9",), "did you mean 'v100-8x8'"),
-        (("small.toml", "learners=5"), "5 learners on a cluster that has 4"),
+        (("small.toml", "learners=5"), "between 1 and 4 on this cluster (got 5)"),
         (("small.toml", "batch=0"), "batch=0"),
         (("small.toml", "steps=-3"), "steps=-3"),
         (("small.toml", "stepps=3"), "did you mean 'steps'"),
@@ -162,7 +160,7 @@ def test_clusters_are_listed_with_the_source_of_every_figure(capsys: pytest.Capt
     ],
 )
 def test_mistakes_are_named(here: Path, args: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = said(capsys, "simulate", *args, "--json")
+    code, _, err = run_command(capsys, "simulate", *args, "--json")
     assert code == 2, err
     assert complaint in err
     assert "Traceback" not in err

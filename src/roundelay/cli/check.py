@@ -35,8 +35,8 @@ def check_as_rank(settings: TrainConfig) -> tuple[int, list[CheckResult], list[M
     """Check this machine and measure the links to all ranks. All ranks must call it; rank 0 returns the results of all."""
     from roundelay.fleet.store import JobStore, connect_store, serve_store
     from roundelay.launch.context import exchange_rank_info, local_address_towards
-    from roundelay.preflight.links import measure
-    from roundelay.preflight.machine import CheckResult, look_at_address, this_machine
+    from roundelay.preflight.links import measure_links
+    from roundelay.preflight.machine import CheckResult, check_address, check_machine
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
@@ -46,12 +46,12 @@ def check_as_rank(settings: TrainConfig) -> tuple[int, list[CheckResult], list[M
     machine = os.environ.get("GROUP_RANK") or socket.gethostname()
     cards = exchange_rank_info(store, rank, size, machine, settings.timeout_s, {})
     here = local_address_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
-    rows = [look_at_address(here, address, port)]
+    rows = [check_address(here, address, port)]
     if rows[0].state == "failure":
-        raise UsageError(f"cannot listen on {rows[0].found}", where=f"rank {rank}, bind_address", hint=rows[0].hint)
+        raise UsageError(f"cannot listen on {rows[0].detail}", where=f"rank {rank}, bind_address", hint=rows[0].hint)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        rows = [*this_machine(settings), *rows]
-    links = measure(store, rank, size, here, settings.timeout_s)
+        rows = [*check_machine(settings), *rows]
+    links = measure_links(store, rank, size, here, settings.timeout_s)
     store.set(f"results/{rank}", json.dumps([asdict(row) for row in rows]))
     if rank != 0:
         wait_for(store, "read", settings.timeout_s)
@@ -59,7 +59,7 @@ def check_as_rank(settings: TrainConfig) -> tuple[int, list[CheckResult], list[M
     results = [CheckResult("store", f"{address}:{port}, {size} ranks on {len({c['machine'] for c in cards})} machine(s)")]
     for other in range(size):
         posted = json.loads(wait_for(store, f"results/{other}", settings.timeout_s))
-        results += [CheckResult(**{**row, "what": f"rank {other}: {row['what']}"}) for row in posted]
+        results += [CheckResult(**{**row, "name": f"rank {other}: {row['name']}"}) for row in posted]
     results += link_results(links)
     store.set("read", "1")
     time.sleep(0.2 * bool(keep))  # the other ranks read this key from the store, which ends with this process
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     from roundelay import config
     from roundelay.launch.context import under_launcher
     from roundelay.launch.local import start_learners
-    from roundelay.preflight.machine import look_at_address, look_at_store, this_machine
+    from roundelay.preflight.machine import check_address, check_machine, check_store
 
     settings = config.load(None, args.overrides).settings
     links: list[MeasuredLink] = []
@@ -133,9 +133,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address
         rows = [
-            *this_machine(settings),
-            look_at_address(settings.bind_address, "127.0.0.1", 0),
-            look_at_store(host, settings.store_port),
+            *check_machine(settings),
+            check_address(settings.bind_address, "127.0.0.1", 0),
+            check_store(host, settings.store_port),
         ]
     print(as_json(rows, links) if args.json else as_text(rows), flush=True)
     return max((row.code for row in rows if row.state == "failure"), default=0)
@@ -152,7 +152,7 @@ def as_text(rows: list[CheckResult]) -> str:
     signs = {"ok": "ok", "warning": "WARNING", "failure": "FAILED"}
     lines: list[str] = []
     for row in rows:
-        lines.append(f"{signs[row.state]:<8} {row.what}: {row.found}")
+        lines.append(f"{signs[row.state]:<8} {row.name}: {row.detail}")
         if row.hint:
             lines.append(f"{'':<8} what to do: {row.hint}")
     bad = sum(row.state == "failure" for row in rows)

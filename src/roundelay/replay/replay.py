@@ -1,9 +1,9 @@
-"""Replay: an asynchronous run done again in its recorded order, in one thread, to the same weights.
+"""Repeat an asynchronous run in its recorded order, in one thread, to the same weights.
 
-What timing decided is in the record (replay/reader.py); everything else is a function of the settings. So the strategy, the
-optimizer and the task run as they ran then, each learner as a greenlet, and wait for their turn on every published vector
-(replay/scheduler.py). On a CPU, with the same build of torch and the same number of threads, the weights come out bit for bit; sums
-over a machine's learners that gloo made in its own order come out within rounding.
+The log (replay/reader.py) holds what depended on timing; everything else is a function of the settings. The strategy, the
+optimizer and the task run as in the original run, each learner as a greenlet that waits for its turn on every shared vector
+(replay/scheduler.py). On a CPU, with the same torch build and number of threads, the weights are equal to the bit. Sums
+inside a machine that gloo computed in its own order are equal within rounding.
 """
 
 from __future__ import annotations
@@ -35,80 +35,86 @@ from roundelay.strategies.worker import Worker
 from roundelay.topology.resolver import SeededTopologies
 
 
-def check_settings(record: RunLog, settings: dict[str, Any], where: str) -> None:
-    """The run's settings must be those the record was made with."""
-    said: dict[str, Any] = record.card["settings"]
-    for key in sorted(set(said) | set(settings)):
-        if said.get(key) != settings.get(key):
+def check_settings(log: RunLog, settings: dict[str, Any], where: str) -> None:
+    """Raise DataError if `settings` differ from those of the recorded run."""
+    recorded: dict[str, Any] = log.card["settings"]
+    for key in sorted(set(recorded) | set(settings)):
+        if recorded.get(key) != settings.get(key):
             raise DataError(
-                f"the record was made with {key} = {said.get(key)!r}, the settings say {settings.get(key)!r}",
+                f"{key} must be {recorded.get(key)!r} as in the recorded run (got {settings.get(key)!r})",
                 where=where,
-                hint="replay with the settings the run was recorded with",
+                hint="replay with the settings of the recorded run",
             )
 
 
 class Replay:
-    """A recorded run, ready to be done again."""
+    """A recorded run that can be repeated."""
 
-    def __init__(self, task: Task, config: TrainConfig, record: RunLog) -> None:
-        self.task, self.config, self.record = task, config, record
-        card = record.card
+    def __init__(self, task: Task, config: TrainConfig, log: RunLog) -> None:
+        self.task, self.config, self.log = task, config, log
+        card = log.card
         if card["device"] != "cpu":
-            raise UsageError("only runs on the CPU can be replayed", where=f"device {card['device']}", hint="record on cpu")
+            raise UsageError(
+                "only runs on the CPU can be replayed", where=f"device {card['device']}", hint="record with device=cpu"
+            )
         if task.samples != card["samples"]:
             raise DataError(
-                f"the record is of a task with {card['samples']} samples, this one has {task.samples}",
+                f"the task must have {card['samples']} samples as in the recorded run (got {task.samples})",
                 where="task",
                 hint="replay with the same data",
             )
         self.last: dict[int, Tensor] = {}
         self._first: Tensor | None = None
 
-    def play(self, watch: Callable[[int, Worker], None] | None = None, done: Callable[[int], None] = lambda n: None) -> None:
-        """Does it again. `watch(rank, worker)` is called after every step, `done(events)` after every event."""
+    def run(self, on_step: Callable[[int, Worker], None] | None = None, done: Callable[[int], None] = lambda n: None) -> None:
+        """Repeat the run. `on_step(rank, worker)` is called after every step, `done(count)` after every operation."""
         threads = torch.get_num_threads()
-        random = torch.get_rng_state()
-        torch.set_num_threads(self.record.card["threads"])
+        rng_state = torch.get_rng_state()
+        torch.set_num_threads(self.log.card["threads"])
         try:
-            self._play(watch, done)
+            self._run(on_step, done)
         finally:
             torch.set_num_threads(threads)
-            torch.set_rng_state(random)
+            torch.set_rng_state(rng_state)
 
-    def _play(self, watch: Callable[[int, Worker], None] | None, done: Callable[[int], None]) -> None:
-        card = self.record.card
+    def _run(self, on_step: Callable[[int, Worker], None] | None, done: Callable[[int], None]) -> None:
+        card = self.log.card
         size, leaders, machines = card["size"], card["leaders"], card["machines"]
-        stage = ReplayScheduler(self.record.orders, done)
-        outer = ReplayGroup(stage, len(leaders))
+        scheduler = ReplayScheduler(self.log.orders, done)
+        outer = ReplayGroup(scheduler, len(leaders))
         nodes: dict[int, ReplayGroup] = {}
-        parts: list[Callable[[], None]] = []
+        learners: list[Callable[[], None]] = []
         for rank in range(size):
             machine = [rank]
             if len(leaders) < size:
                 machine = [r for r in range(size) if machines[r] == machines[rank]]
             node = None
             if len(machine) > 1:
-                circle = nodes.setdefault(machine[0], ReplayGroup(stage, len(machine)))
-                node = ReplayCommunicator(circle, machine.index(rank))
+                group = nodes.setdefault(machine[0], ReplayGroup(scheduler, len(machine)))
+                node = ReplayCommunicator(group, machine.index(rank))
             comm = ReplayCommunicator(outer, leaders.index(rank)) if rank in leaders else node
             assert comm is not None
-            parts.append(self._learner(rank, comm, node, watch))
-        stage.play(parts)
+            learners.append(self._learner(rank, comm, node, on_step))
+        scheduler.run(learners)
 
     def _learner(
-        self, rank: int, comm: ReplayCommunicator, node: ReplayCommunicator | None, watch: Callable[[int, Worker], None] | None
+        self,
+        rank: int,
+        comm: ReplayCommunicator,
+        node: ReplayCommunicator | None,
+        on_step: Callable[[int, Worker], None] | None,
     ) -> Callable[[], None]:
-        """One learner from its first weights to what it brings to the closing average, as train.learner has it."""
-        config, card, task = self.config, self.record.card, self.task
+        """Return the body of one learner, from its first weights to the final average, as in engine.learner."""
+        config, card, task = self.config, self.log.card, self.task
         strategy = build_strategy(config)
         torch.manual_seed(config.seed)
         module = task.build()
         torch.manual_seed(config.seed * 1_000_003 + rank)
-        random = [torch.get_rng_state()]
+        rng_state = [torch.get_rng_state()]
         flat = Flat(module)
         if flat.phi.numel() != card["parameters"]:
             raise DataError(
-                f"the record is of a model with {card['parameters']} parameters, this one has {flat.phi.numel()}",
+                f"the model must have {card['parameters']} parameters as in the recorded run (got {flat.phi.numel()})",
                 where="task",
                 hint="replay with the same task",
             )
@@ -121,17 +127,17 @@ class Replay:
                 config.schedule, card["samples"], card["total"], config.warmup_epochs, config.anneal_after_epochs
             )
 
-        def compute(piece: StepRecord) -> Callable[[], float]:
+        def compute(step: StepRecord) -> Callable[[], float]:
             def run() -> float:
-                torch.set_rng_state(random[0])
-                loss = task.loss(module, task.batch(piece.epoch, piece.start, piece.stop))
+                torch.set_rng_state(rng_state[0])
+                loss = task.loss(module, task.batch(step.epoch, step.start, step.stop))
                 loss.backward()
-                random[0] = torch.get_rng_state()
+                rng_state[0] = torch.get_rng_state()
                 return float(loss.detach())
 
-            return run if piece.stop > piece.start else lambda: float("nan")
+            return run if step.stop > step.start else lambda: float("nan")
 
-        def live() -> None:
+        def body() -> None:
             worker = Worker(
                 cast(Communicator, comm),
                 flat,
@@ -145,13 +151,13 @@ class Replay:
                 node=cast(Communicator, node) if node is not None else None,
             )
             strategy.start(worker)
-            for piece in self.record.steps[rank]:
-                optimizer.set_position(piece.step_info.position)
-                worker.begin(copy.copy(piece.step_info), compute(piece))
+            for step in self.log.steps[rank]:
+                optimizer.set_position(step.step_info.position)
+                worker.begin(copy.copy(step.step_info), compute(step))
                 strategy.step(worker)
                 worker.end()
-                if watch is not None:
-                    watch(rank, worker)
+                if on_step is not None:
+                    on_step(rank, worker)
             finish = getattr(innermost(strategy), "finish", None)
             if finish is not None and worker.is_node_leader:
                 if strategy.traits.sharding == "dynamic":
@@ -161,30 +167,31 @@ class Replay:
                 self.last[card["leaders"].index(rank)] = worker.last()
             worker.close()
 
-        return live
+        return body
 
-    # -- what came of it -------------------------------------------------------------------------------------------
+    # -- comparison ------------------------------------------------------------------------------------------------
 
     def compare(self, run: Path) -> dict[str, Any]:
-        """The weights of the replay beside those of the run: every learner's last ones, and the average model."""
+        """Compare the weights with those of the run: the last ones of every learner, and the average model."""
         learners = []
-        for vector, was in enumerate(self.record.last):
-            now = self.last[vector]
-            learners.append({"equal": torch.equal(now, was), "difference": float((now.double() - was.double()).abs().max())})
+        for vector, recorded in enumerate(self.log.last):
+            replayed = self.last[vector]
+            difference = float((replayed.double() - recorded.double()).abs().max())
+            learners.append({"equal": torch.equal(replayed, recorded), "difference": difference})
         mean = self._mean()
-        found: dict[str, Any] = {
+        comparison: dict[str, Any] = {
             "run": str(run),
-            "learners": self.record.card["size"],
-            "steps": sum(map(len, self.record.steps)),
-            "events": self.record.events,
+            "learners": self.log.card["size"],
+            "steps": sum(map(len, self.log.steps)),
+            "events": self.log.events,
             "equal": all(row["equal"] for row in learners),
             "largest_difference": max(row["difference"] for row in learners),
             "largest_weight": float(mean.abs().max()),
             "by_learner": learners,
         }
         if (run / "model.safetensors").exists():
-            found["average_difference"] = float((mean.double() - _saved_model(run, self._slots()).double()).abs().max())
-        return found
+            comparison["average_difference"] = float((mean.double() - _saved_model(run, self._slots()).double()).abs().max())
+        return comparison
 
     def _mean(self) -> Tensor:
         rows = torch.stack([self.last[v] for v in range(len(self.last))])
@@ -201,15 +208,15 @@ def _saved_model(run: Path, names: list[str]) -> Tensor:
         tensors = load_file(str(run / "model.safetensors"))
         return torch.cat([tensors[name].reshape(-1) for name in names])
     except (OSError, KeyError, SafetensorError) as error:
-        raise DataError(f"the run's model cannot be read: {error}", where=str(run / "model.safetensors")) from error
+        raise DataError(f"the model of the run cannot be read: {error}", where=str(run / "model.safetensors")) from error
 
 
 def replay(
     run: Path, task: Task, config: TrainConfig, settings: dict[str, Any], done: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Reads the record of a run, does it again and compares; `done(events, of)` hears how far it is."""
-    record = read_run_log(run)
-    check_settings(record, settings, str(run / "config.toml"))
-    again = Replay(task, config, record)
-    again.play(done=lambda events: done(events, record.events))
+    """Repeat a recorded run and compare the weights. `done(count, total)` reports progress in operations."""
+    log = read_run_log(run)
+    check_settings(log, settings, str(run / "config.toml"))
+    again = Replay(task, config, log)
+    again.run(done=lambda events: done(events, log.events))
     return again.compare(run)

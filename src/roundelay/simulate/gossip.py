@@ -1,9 +1,9 @@
-"""Exchanges in virtual time, by the rules of comm/gossip/thread.py.
+"""Background exchanges in virtual time, by the rules of comm/gossip/thread.py.
 
-Agents play their rounds in order, one exchange open at a time. One enters its next round when its learner has done as many
-gradients as it has had exchanges, or when somebody already waits for it in that round or a later one. Between machines,
-snapshots are taken when a side enters, travel when both have, and each side adds half their difference when both have
-arrived; inside a machine both vectors are averaged where they lie.
+A peer takes part in the rounds in order, with at most one open exchange. It enters its next round when its learner has taken
+as many steps as it has completed exchanges, or when its partner of that round or of a later one already waits. Between
+machines, each side takes a snapshot when it enters; the snapshots are sent when both sides have entered, and each side adds
+half their difference on arrival. Inside a machine both vectors are averaged in place.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from roundelay.simulate.job import SimulatedJob
 
 
 class SimulatedSharedWeights:
-    """A vector that neighbours may read and change. One thing runs at a time, so it needs no lock; leaving it takes the time
-    of the copy between host memory and the learner's device."""
+    """A vector that other ranks read and change. Only one process runs at a time, so the lock is empty.
 
-    __slots__ = ("_copies", "_job", "_rank", "_size", "update_log", "vector", "version")
+    Leaving the lock takes the time of the copy between host memory and the learner's device.
+    """
+
+    __slots__ = ("_copies", "_job", "_rank", "_size", "operations", "vector", "version")
 
     def __init__(self, job: SimulatedJob, rank: int, vector: Tensor) -> None:
         self._job, self._rank = job, rank
         self.vector = vector.detach().clone()
-        self.update_log = self.version = 0
+        self.operations = self.version = 0
         self._size = job.bytes_of(vector)
         self._copies = job.network.copies
 
@@ -41,263 +43,270 @@ class SimulatedSharedWeights:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._copies and kind is None:
-            end = self._job.network.device_copy(self._rank, self._size, self._job.world.now)
+            end = self._job.network.device_copy(self._rank, self._size, self._job.loop.now)
             self._job.sleep_until(self._rank, "copy", end)
 
     def count(self, writes: int = 0) -> tuple[int, int]:
-        self.update_log += 1
+        """Count one operation and `writes` writes; return (operations, version)."""
+        self.operations += 1
         self.version += writes
-        return self.update_log, self.version
+        return self.operations, self.version
 
 
 class SimulatedPeer:
-    """One learner's agent: what it has entered, met and been asked for."""
+    """The gossip state of one learner."""
 
     __slots__ = (
-        "asked",
         "bytes",
-        "entered",
-        "gradients",
-        "met",
+        "current_round",
+        "drained",
+        "exchanges",
+        "forgiven",
         "metrics",
-        "open",
+        "next_round",
         "opened_at",
-        "owed_from",
-        "per_meeting",
+        "partner",
         "rank",
-        "rested",
-        "round",
+        "reported",
+        "requested_round",
         "shared_weights",
         "snapshot",
-        "taken",
-    )  # fmt: skip
+        "steps",
+        "steps_per_exchange",
+    )
 
     def __init__(self, rank: int, shared_weights: SimulatedSharedWeights, steps_per_exchange: float) -> None:
-        self.rank, self.shared_weights, self.per_meeting = rank, shared_weights, steps_per_exchange
-        self.round = 0
-        self.entered = self.asked = -1
-        self.open: int | None = None
+        self.rank, self.shared_weights, self.steps_per_exchange = rank, shared_weights, steps_per_exchange
+        self.next_round = 0
+        """The open round, or the one to enter next."""
+        self.current_round = self.requested_round = -1
+        """The last round this peer entered, and the last round a partner asked for."""
+        self.partner: int | None = None
+        """The partner of the open exchange."""
         self.opened_at = 0.0
-        self.gradients = self.met = self.owed_from = 0
+        self.steps = self.exchanges = self.forgiven = 0
         self.snapshot: Tensor | None = None
-        self.rested = False
+        self.drained = False
         self.bytes = 0.0
         self.metrics = {"exchanges": 0.0, "exchange_s": 0.0, "distance": 0.0, "skipped": 0.0}
-        self.taken = dict(self.metrics)
+        self.reported = dict(self.metrics)
 
 
 class SimulatedGossip:
-    """The agents of one group."""
+    """The gossip of one group of learners, over any topology."""
 
     def __init__(self, job: SimulatedJob, ranks: Sequence[int], matching: Matching) -> None:
         self.job, self.ranks, self.size = job, list(ranks), len(ranks)
-        self.agents: dict[int, SimulatedPeer] = {}
-        self.dead: set[int] = set()
-        self.asking = True
-        self.last: int | None = None
-        """The round all play to before they leave."""
-        self.done: set[int] = set()
-        self._leaving: list[Any] = []
+        self.peers: dict[int, SimulatedPeer] = {}
+        self.failed: set[int] = set()
+        self.initiating = True
+        self.last_round: int | None = None
+        """The round to which all peers drain before they leave."""
+        self.finished: set[int] = set()
+        self._waiting: list[Any] = []
         self._matching = matching
         self._partners: dict[int, Sequence[int]] = {}
-        job.when_dead(self._bury)
+        job.on_failure(self._on_failure)
 
     def join(self, rank: int, shared_weights: SimulatedSharedWeights, steps_per_exchange: float) -> SimulatedGossipHandle:
-        agent = self.agents[rank] = SimulatedPeer(rank, shared_weights, steps_per_exchange)
-        self.advance(agent)
-        return SimulatedGossipHandle(self, agent)
+        """Add a learner and return its handle."""
+        peer = self.peers[rank] = SimulatedPeer(rank, shared_weights, steps_per_exchange)
+        self.advance(peer)
+        return SimulatedGossipHandle(self, peer)
 
     def partners(self, round: int) -> Sequence[int]:
-        """Everybody's partner in a round: drawn once for all, as each of them would draw it."""
-        found = self._partners.get(round)
-        if found is None:
-            found = self._partners[round] = self._matching(round)
+        """Return the partner of every member in a round. Matchings are computed once and shared by all peers."""
+        partners = self._partners.get(round)
+        if partners is None:
+            partners = self._partners[round] = self._matching(round)
             if len(self._partners) > 4 * self.size + 64:
-                oldest = min(a.round for a in self.agents.values())
+                oldest = min(peer.next_round for peer in self.peers.values())
                 self._partners = {r: p for r, p in self._partners.items() if r >= oldest}
-        return found
+        return partners
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
-    def advance(self, agent: SimulatedPeer) -> None:
-        """All moves that have become possible, this agent's first."""
-        todo = [agent]
-        while todo:
-            one = todo.pop()
-            other = self._advance(one)
-            if other is not None:
-                todo.append(other)
+    def advance(self, peer: SimulatedPeer) -> None:
+        """Make all moves that are possible now, beginning with those of `peer`."""
+        pending = [peer]
+        while pending:
+            requested = self._advance(pending.pop())
+            if requested is not None:
+                pending.append(requested)
 
-    def _advance(self, agent: SimulatedPeer) -> SimulatedPeer | None:
-        """This agent's moves; returns the one it asks, if it does."""
-        rank = agent.rank
-        while agent.open is None and not agent.rested:
-            if self.last is not None and agent.round > self.last:
-                agent.rested = True
-                self._look()
+    def _advance(self, peer: SimulatedPeer) -> SimulatedPeer | None:
+        """Make the moves of one peer; return the partner of which it requests an exchange, if any."""
+        while peer.partner is None and not peer.drained:
+            if self.last_round is not None and peer.next_round > self.last_round:
+                peer.drained = True
+                self._check_drained()
                 return None
-            if self.last is None and len(self.dead) + 1 >= self.size:
+            if self.last_round is None and len(self.failed) + 1 >= self.size:
                 return None
-            partner = self.partners(agent.round)[rank]
-            if partner == rank or partner in self.dead:
-                agent.metrics["skipped"] += partner != rank
-                agent.round += 1
+            partner = self.partners(peer.next_round)[peer.rank]
+            if partner == peer.rank or partner in self.failed:
+                peer.metrics["skipped"] += partner != peer.rank
+                peer.next_round += 1
                 continue
-            if self.last is None and not self._may_enter(agent):
+            if self.last_round is None and not self._may_enter(peer):
                 return None
-            return self._enter(agent, partner)
+            return self._enter(peer, partner)
         return None
 
-    def _may_enter(self, agent: SimulatedPeer) -> bool:
-        if self.asking:
-            owed = agent.gradients / agent.per_meeting - agent.met - agent.owed_from
+    def _may_enter(self, peer: SimulatedPeer) -> bool:
+        if self.initiating:
+            owed = peer.steps / peer.steps_per_exchange - peer.exchanges - peer.forgiven
             if owed > MAX_OWED:
-                agent.owed_from += int(owed - MAX_OWED)
+                peer.forgiven += int(owed - MAX_OWED)
             if owed >= 0:
                 return True
-        return agent.asked >= agent.round
+        return peer.requested_round >= peer.next_round
 
-    def _enter(self, agent: SimulatedPeer, partner: int) -> SimulatedPeer | None:
+    def _enter(self, peer: SimulatedPeer, partner: int) -> SimulatedPeer | None:
         job = self.job
-        now, round = job.world.now, agent.round
-        agent.entered, agent.open, agent.opened_at = round, partner, now
-        here, there = self.ranks[agent.rank], self.ranks[partner]
+        now, round = job.loop.now, peer.next_round
+        peer.current_round, peer.partner, peer.opened_at = round, partner, now
+        source, target = self.ranks[peer.rank], self.ranks[partner]
         network = job.network
-        in_place = network.machine[here] == network.machine[there]
+        in_place = network.machine[source] == network.machine[target]
         if not in_place:
-            agent.shared_weights.count()
-            agent.snapshot = agent.shared_weights.vector.clone()
-        other = self.agents.get(partner)
-        if other is None or other.open != agent.rank or other.round != round:
+            peer.shared_weights.count()
+            peer.snapshot = peer.shared_weights.vector.clone()
+        other = self.peers.get(partner)
+        if other is None or other.partner != peer.rank or other.next_round != round:
             if other is not None:
-                other.asked = max(other.asked, round)
+                other.requested_round = max(other.requested_round, round)
             return other
-        size = job.bytes_of(agent.shared_weights.vector)
+        size = job.bytes_of(peer.shared_weights.vector)
         if in_place:
-            end = network.meeting_in_place(here, size, now)
+            end = network.exchange_in_place(source, size, now)
             contention = job.cluster.memory.contention
             if contention:
-                for rank in (here, there):
-                    job.stolen[rank] += contention * (end - now)
+                for rank in (source, target):
+                    job.delay_s[rank] += contention * (end - now)
         else:
-            end = max(network.transfer(here, there, size, now), network.transfer(there, here, size, now))
-            agent.bytes += size
+            end = max(network.transfer(source, target, size, now), network.transfer(target, source, size, now))
+            peer.bytes += size
             other.bytes += size
-            cost = network.cpu_seconds(here, there, size)
-            job.stolen[here] += cost
-            job.stolen[there] += cost
-        job.world.at(end, lambda: self._complete(agent, other, round, in_place))
+            cost = network.cpu_seconds(source, target, size)
+            job.delay_s[source] += cost
+            job.delay_s[target] += cost
+        job.loop.at(end, lambda: self._complete(peer, other, round, in_place))
         return None
 
     def _complete(self, a: SimulatedPeer, b: SimulatedPeer, round: int, in_place: bool) -> None:
-        if a.open != b.rank or b.open != a.rank or a.round != round or b.round != round:
-            return  # one of them has died meanwhile
-        mine, theirs = a.shared_weights, b.shared_weights
+        if a.partner != b.rank or b.partner != a.rank or a.next_round != round or b.next_round != round:
+            return  # one of them failed meanwhile
         if in_place:
-            self._note_distance(a, mine.vector, theirs.vector)
-            kernels.pair_average(mine.vector, theirs.vector)
+            self._add_distance(a, a.shared_weights.vector, b.shared_weights.vector)
+            kernels.pair_average(a.shared_weights.vector, b.shared_weights.vector)
         else:
             assert a.snapshot is not None
             assert b.snapshot is not None
-            self._note_distance(a, a.snapshot, b.snapshot)
-            self._note_distance(b, b.snapshot, a.snapshot)
-            kernels.add_half_difference(mine.vector, b.snapshot, a.snapshot)
-            kernels.add_half_difference(theirs.vector, a.snapshot, b.snapshot)
-        for agent in (a, b):
-            agent.shared_weights.count(writes=1)
-            agent.metrics["exchanges"] += 1
-            agent.metrics["exchange_s"] += self.job.world.now - agent.opened_at
-            agent.met += 1
-            agent.open = None
-            agent.round += 1
+            self._add_distance(a, a.snapshot, b.snapshot)
+            self._add_distance(b, b.snapshot, a.snapshot)
+            kernels.add_half_difference(a.shared_weights.vector, b.snapshot, a.snapshot)
+            kernels.add_half_difference(b.shared_weights.vector, a.snapshot, b.snapshot)
+        for peer in (a, b):
+            peer.shared_weights.count(writes=1)
+            peer.metrics["exchanges"] += 1
+            peer.metrics["exchange_s"] += self.job.loop.now - peer.opened_at
+            peer.exchanges += 1
+            peer.partner = None
+            peer.next_round += 1
         self.advance(a)
         self.advance(b)
 
-    def _note_distance(self, agent: SimulatedPeer, a: Tensor, b: Tensor) -> None:
-        """|a - b| / |a|, from a sample: what the exchange finds apart. Not for timing alone."""
+    def _add_distance(self, peer: SimulatedPeer, a: Tensor, b: Tensor) -> None:
+        """Add |a - b| / |a|, estimated from a sample, to the metrics. Does nothing in timing-only mode."""
         if a.numel() > 1:
             stride = max(1, a.numel() // DISTANCE_SAMPLE)
             x, y = a[::stride], b[::stride]
-            agent.metrics["distance"] += float((x - y).norm() / (x.norm() + 1e-12))
+            peer.metrics["distance"] += float((x - y).norm() / (x.norm() + 1e-12))
 
-    # -- leaving -------------------------------------------------------------------------------------------------------
+    # -- draining ------------------------------------------------------------------------------------------------------
 
-    def leave(self, agent: SimulatedPeer) -> None:
-        """The learner has no more work. When all living ones have said so, nobody asks any more and all play to the highest
-        round that somebody has entered."""
-        self.done.add(agent.rank)
-        self._leaving.append(self.job.world.current)
-        self._look()
-        if not self._over:
-            self.job.wait(self.ranks[agent.rank], "comm", lambda: self._why())
+    def finish(self, peer: SimulatedPeer) -> None:
+        """Wait until all live learners have finished and all peers have drained to the highest entered round."""
+        self.finished.add(peer.rank)
+        self._waiting.append(self.job.loop.current)
+        self._check_drained()
+        if not self._all_drained:
+            self.job.wait(self.ranks[peer.rank], "comm", self._waits_for)
 
     @property
-    def _over(self) -> bool:
-        return self.last is not None and all(a.rested for r, a in self.agents.items() if r not in self.dead)
+    def _all_drained(self) -> bool:
+        return self.last_round is not None and all(p.drained for r, p in self.peers.items() if r not in self.failed)
 
-    def _look(self) -> None:
-        living = [r for r in range(self.size) if r not in self.dead]
-        if self.last is None:
-            if any(r not in self.done for r in living):
+    def _check_drained(self) -> None:
+        live = [r for r in range(self.size) if r not in self.failed]
+        if self.last_round is None:
+            if not live or any(r not in self.finished for r in live):
                 return
-            self.asking = False
-            self.last = max(self.agents[r].entered for r in living)
-            for r in living:
-                self.advance(self.agents[r])
+            self.initiating = False
+            self.last_round = max(self.peers[r].current_round for r in live)
+            for r in live:
+                self.advance(self.peers[r])
             return
-        if self._over:
-            for task in self._leaving:
-                if task is not self.job.world.current:
-                    self.job.world.wake(task, self.job.world.now)
-            self._leaving.clear()
+        if self._all_drained:
+            loop = self.job.loop
+            for process in self._waiting:
+                if process is not loop.current:
+                    loop.wake(process, loop.now)
+            self._waiting.clear()
 
-    def _why(self) -> str:
-        if self.last is None:
-            busy = [str(self.ranks[r]) for r in range(self.size) if r not in self.dead and r not in self.done]
-            return f"rank {', '.join(busy)} to run out of work"
+    def _waits_for(self) -> str:
+        if self.last_round is None:
+            busy = [str(self.ranks[r]) for r in range(self.size) if r not in self.failed and r not in self.finished]
+            return f"rank {', '.join(busy)} to finish"
         late = [
-            f"rank {self.ranks[r]} in round {a.round}" for r, a in self.agents.items() if not a.rested and r not in self.dead
+            f"rank {self.ranks[r]} in round {peer.next_round}"
+            for r, peer in self.peers.items()
+            if not peer.drained and r not in self.failed
         ]
-        return f"{', '.join(late)} to play to round {self.last}"
+        return f"{', '.join(late)} to drain to round {self.last_round}"
 
-    def _bury(self, rank: int, why: str) -> None:
+    def _on_failure(self, rank: int, reason: str) -> None:
         if rank not in self.ranks:
             return
         member = self.ranks.index(rank)
-        self.dead.add(member)
-        for agent in list(self.agents.values()):
-            if agent.open == member:
-                agent.metrics["skipped"] += 1
-                agent.open = None
-                agent.round += 1
-        self._look()
-        for r, agent in list(self.agents.items()):
-            if r not in self.dead:
-                self.advance(agent)
+        self.failed.add(member)
+        for peer in list(self.peers.values()):
+            if peer.partner == member:
+                peer.metrics["skipped"] += 1
+                peer.partner = None
+                peer.next_round += 1
+        self._check_drained()
+        for r, peer in list(self.peers.items()):
+            if r not in self.failed:
+                self.advance(peer)
 
     def bytes_sent(self, rank: int) -> float:
-        return self.agents[rank].bytes if rank in self.agents else 0.0
+        return self.peers[rank].bytes if rank in self.peers else 0.0
 
 
 class SimulatedGossipHandle:
     """The background exchanges of one learner."""
 
-    def __init__(self, ring: SimulatedGossip, agent: SimulatedPeer) -> None:
-        self._ring, self._agent = ring, agent
+    def __init__(self, gossip: SimulatedGossip, peer: SimulatedPeer) -> None:
+        self._gossip, self._peer = gossip, peer
         self.rounds = 0
 
     def notify_step(self) -> None:
-        self._agent.gradients += 1
-        if self._agent.open is None:
-            self._ring.advance(self._agent)
+        """Count one step of the learner; this may make an exchange due."""
+        self._peer.steps += 1
+        if self._peer.partner is None:
+            self._gossip.advance(self._peer)
 
     def pop_metrics(self) -> dict[str, float]:
-        agent = self._agent
-        now = dict(agent.metrics)
-        taken, agent.taken = agent.taken, now
-        return {name: now[name] - taken[name] for name in now}
+        """Return the metrics since the last call."""
+        peer = self._peer
+        total = dict(peer.metrics)
+        before, peer.reported = peer.reported, total
+        return {name: total[name] - before[name] for name in total}
 
     def finish(self) -> None:
-        self._ring.leave(self._agent)
-        assert self._ring.last is not None
-        self.rounds = self._ring.last + 1
+        """Drain and leave. Collective among the live learners."""
+        self._gossip.finish(self._peer)
+        assert self._gossip.last_round is not None
+        self.rounds = self._gossip.last_round + 1

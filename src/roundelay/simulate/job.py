@@ -1,4 +1,4 @@
-"""What the learners of one virtual job share: the world, the cluster's links, the store, and who is dead."""
+"""State that the learners of one simulated job share: event loop, network, store, failed ranks."""
 
 from __future__ import annotations
 
@@ -20,51 +20,60 @@ class SimulatedJob:
     """One job in virtual time."""
 
     def __init__(self, cluster: Cluster, machines: Sequence[str], *, model_bytes: float = 0.0, seed: int = 0) -> None:
-        """`model_bytes`: timing alone; vectors have one element and travel as if they had so many bytes."""
-        self.cluster, self.machines, self.size, self.seed = cluster, list(machines), len(machines), seed
-        self.world = EventLoop()
-        self.network = NetworkModel(cluster, machines)
-        self.store = SimulatedStore(self.world)
-        self.model_bytes = model_bytes
-        self.dead: dict[int, str] = {}
-        self.backward: list[tuple[float, float] | None] = [None] * self.size
-        """Of every learner under way with a gradient: when its backward pass begins and ends."""
-        self.stolen = [0.0] * self.size
-        """Seconds that exchanges have taken from a learner's cores and its next gradient makes up for."""
-        self.spans: list[tuple[int, str, float, float]] = []
-        """(rank, what, from, to) of the beginning of the run, for drawing."""
-        self.spans_wanted = 0
-        self._groups: dict[str, Any] = {}
-        self._mourners: list[Callable[[int, str], None]] = []
-        self.watchers: dict[int, Callable[[], None]] = {}
-        self._roll = StoreMembership(self.store)
+        """Create a job with one learner per entry of `machines`.
 
-    def group(self, name: str, make: Callable[[], Any]) -> Any:
+        `model_bytes` > 0 selects timing-only mode: vectors have one element and are sent as if they had `model_bytes` bytes.
+        """
+        self.cluster, self.machines, self.size, self.seed = cluster, list(machines), len(machines), seed
+        self.loop = EventLoop()
+        self.network = NetworkModel(cluster, machines)
+        self.store = SimulatedStore(self.loop)
+        self.model_bytes = model_bytes
+        self.failed: dict[int, str] = {}
+        """Failed rank -> reason."""
+        self.backward: list[tuple[float, float] | None] = [None] * self.size
+        """By rank: begin and end of the backward pass under way."""
+        self.delay_s = [0.0] * self.size
+        """By rank: seconds that transfers took from the learner's core; its next gradient takes that much longer."""
+        self.spans: list[tuple[int, str, float, float]] = []
+        """(rank, kind, begin, end) of the first intervals of the run, for drawing."""
+        self.max_spans = 0
+        self._groups: dict[str, Any] = {}
+        self._failure_callbacks: list[Callable[[int, str], None]] = []
+        self.watchers: dict[int, Callable[[], None]] = {}
+        """Rank -> callback of its failure detector."""
+        self._membership = StoreMembership(self.store)
+
+    def group(self, name: str, create: Callable[[], Any]) -> Any:
+        """Return the group called `name`; the first call creates it."""
         if name not in self._groups:
-            self._groups[name] = make()
+            self._groups[name] = create()
         return self._groups[name]
 
     def now(self) -> float:
-        return self.world.now
+        return self.loop.now
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def bytes_of(self, x: Tensor) -> float:
-        """What a vector weighs on the backend."""
+        """Return the bytes that a vector has on the network."""
         if self.model_bytes and x.numel() == 1 and x.dtype == torch.float32:
             return self.model_bytes
         return float(x.numel() * x.element_size())
 
     def buckets(self, size: float) -> int:
-        """In how many pieces a gradient travels; real ones are cut already."""
+        """Return the number of buckets in which a gradient is sent. Real gradients already arrive in buckets."""
         return max(1, round(size / BUCKET_BYTES)) if self.model_bytes else 1
 
     def ready(self, rank: int, x: Tensor) -> tuple[float, float]:
-        """When the first and the last of a piece of the gradient are there: backward fills it from its end to its beginning."""
-        pass_ = self.backward[rank]
-        if pass_ is None:
-            return self.world.now, self.world.now
-        begin, end = pass_
+        """Return when the first and the last element of a part of the gradient are computed.
+
+        The backward pass fills the gradient from its end to its beginning.
+        """
+        interval = self.backward[rank]
+        if interval is None:
+            return self.loop.now, self.loop.now
+        begin, end = interval
         if self.model_bytes:
             return begin, end
         whole = max(x.untyped_storage().nbytes() // x.element_size(), 1)
@@ -72,33 +81,36 @@ class SimulatedJob:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def wait(self, rank: int, what: str, why: Callable[[], str]) -> None:
-        began = self.world.now
-        self.world.wait(why)
-        if len(self.spans) < self.spans_wanted:
-            self.spans.append((rank, what, began, self.world.now))
+    def wait(self, rank: int, kind: str, reason: Callable[[], str]) -> None:
+        """Suspend the running process until it is woken, and record the interval as `kind`."""
+        began = self.loop.now
+        self.loop.wait(reason)
+        if len(self.spans) < self.max_spans:
+            self.spans.append((rank, kind, began, self.loop.now))
 
-    def sleep_until(self, rank: int, what: str, time: float) -> None:
-        began = self.world.now
+    def sleep_until(self, rank: int, kind: str, time: float) -> None:
+        """Suspend the running process until `time`, and record the interval as `kind`."""
+        began = self.loop.now
         if time <= began:
             return
-        self.world.sleep_until(time)
-        if len(self.spans) < self.spans_wanted:
-            self.spans.append((rank, what, began, time))
+        self.loop.sleep_until(time)
+        if len(self.spans) < self.max_spans:
+            self.spans.append((rank, kind, began, time))
 
-    # -- death ---------------------------------------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------------------------
 
-    def when_dead(self, told: Callable[[int, str], None]) -> None:
-        self._mourners.append(told)
+    def on_failure(self, callback: Callable[[int, str], None]) -> None:
+        """Register a callback (rank, reason) for failed ranks."""
+        self._failure_callbacks.append(callback)
 
-    def bury(self, rank: int, why: str) -> None:
-        """Everybody learns that a rank is gone."""
-        if rank in self.dead:
+    def mark_failed(self, rank: int, reason: str) -> None:
+        """Declare a rank failed: write it to the store, then call all callbacks and failure detectors."""
+        if rank in self.failed:
             return
-        self.dead[rank] = why
+        self.failed[rank] = reason
         self.watchers.pop(rank, None)
-        self._roll.report(rank, why)
-        for told in list(self._mourners):
-            told(rank, why)
-        for hear in list(self.watchers.values()):
-            hear()
+        self._membership.report(rank, reason)
+        for callback in list(self._failure_callbacks):
+            callback(rank, reason)
+        for notify in list(self.watchers.values()):
+            notify()

@@ -1,4 +1,4 @@
-"""Whether a model fits: how many vectors of its size a learner holds, by what its strategy promises."""
+"""Check whether a model fits into the memory of a cluster, from the number of vectors that a strategy holds."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class Need:
-    """Bytes of one learner. Activations are not among them: they depend on the batch and the module."""
+class MemoryNeed:
+    """Bytes of one learner, without activations, which depend on the batch and the module."""
 
     device: float
-    """On the learner's device: parameters, gradients, optimizer state, buffers of a rendezvous."""
+    """Bytes on the learner's device: parameters, gradients, optimizer state, buffers of collectives."""
     host: float
-    """In its machine's memory, where published vectors lie."""
+    """Bytes in host memory: shared weights and snapshots."""
 
 
-def need(parameters: int, traits: Traits, *, state_vectors: int = 1, learners: int = 2) -> Need:
-    """What one learner holds. `state_vectors`: 1 for momentum, 2 for Adam."""
+def memory_need(parameters: int, traits: Traits, *, state_vectors: int = 1, learners: int = 2) -> MemoryNeed:
+    """Return what one learner holds. `state_vectors` is 1 for momentum and 2 for Adam."""
     vector = float(parameters * FLOAT)
     device = vector * (2 + state_vectors)
     if learners < 2:
-        return Need(device, 0.0)
+        return MemoryNeed(device, 0.0)
     if traits.shares_weights:
-        return Need(device, 3 * vector)  # w, the snapshot that leaves, the one that arrives
-    return Need(device + 2 * vector, 0.0)  # what is brought to a rendezvous, and its result
+        return MemoryNeed(device, 3 * vector)  # w, the snapshot sent, the snapshot received
+    return MemoryNeed(device + 2 * vector, 0.0)  # input and result of a collective
 
 
-def check_fit(cluster: Cluster, needed: Need, parameters: int) -> None:
-    """Refuses a model that is too large for the cluster's learners or machines."""
+def check_fit(cluster: Cluster, need: MemoryNeed, parameters: int) -> None:
+    """Raise UsageError if the model is too large for a learner or a machine of the cluster."""
 
-    def refuse(what: str, has: float, do: str) -> None:
+    def reject(needed: str, available_gb: float, hint: str) -> None:
         raise UsageError(
-            f"a model of {parameters:,} parameters needs {what}, and there are {has:.3g} GB",
+            f"a model of {parameters:,} parameters needs {needed}, but only {available_gb:.3g} GB are available",
             where=f"cluster '{cluster.name}'",
-            hint=do,
+            hint=hint,
         )
 
-    if needed.device > cluster.learner.memory_gb * GB:
-        refuse(
-            f"{needed.device / GB:.3g} GB per learner",
+    if need.device > cluster.learner.memory_gb * GB:
+        reject(
+            f"{need.device / GB:.3g} GB per learner",
             cluster.learner.memory_gb,
-            "choose a smaller model, or larger learner.memory_gb",
+            "choose a smaller model, or raise learner.memory_gb",
         )
-    for kind in cluster.machines:
-        if kind.learners * needed.host > kind.memory_gb * GB:
-            refuse(
-                f"{kind.learners} x {needed.host / GB:.3g} GB of host memory on a machine",
-                kind.memory_gb,
-                "put fewer learners on a machine, use hierarchical(…), or larger machines.memory_gb",
+    for group in cluster.machines:
+        if group.learners * need.host > group.memory_gb * GB:
+            reject(
+                f"{group.learners} x {need.host / GB:.3g} GB of host memory per machine",
+                group.memory_gb,
+                "put fewer learners on a machine, use hierarchical(…), or raise machines.memory_gb",
             )

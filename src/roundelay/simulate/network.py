@@ -1,8 +1,8 @@
-"""How long things take to travel.
+"""The time that transfers take.
 
-Every card, port, bus and memory is a queue: what comes first goes first, at full speed. A transfer holds the sender's way out
-and the receiver's way in while its bytes pass; the latency comes on top and holds nothing. A half-duplex link has one queue
-for both directions, a shared one has one for all learners of a machine.
+Every network card, port, bus and memory is a first-come-first-served queue at full speed. A transfer occupies the sender's
+outgoing and the receiver's incoming queue while its bytes pass; latency is added and occupies nothing. A half-duplex link
+has one queue for both directions; a shared link has one for all learners of a machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from roundelay.simulate.cluster import Cluster, LinkModel
 
 
 class Segment:
-    """One queue: free again at a time."""
+    """One queue: when it is free again, and how long it was busy in total."""
 
     __slots__ = ("busy_s", "free_at")
 
@@ -22,19 +22,19 @@ class Segment:
 
 
 class Route:
-    """What a collective among some learners runs over."""
+    """The segments of a collective among some learners, and their cost per byte."""
 
     def __init__(
-        self, ways: Sequence[Segment], crossing: bool, size: int, link_s: float, load: float, latency_s: float
+        self, segments: Sequence[Segment], crossing: bool, size: int, link_s: float, load: float, latency_s: float
     ) -> None:
-        self.ways, self.crossing, self.size = ways, crossing, size
+        """`load` is the number of flows of the ring that share the busiest segment."""
+        self.segments, self.crossing, self.size = segments, crossing, size
         self.cpu_s_per_byte = 0.0
         self.seconds_per_byte, self.latency_s = link_s * load, latency_s
-        """Load: how many of the ring's flows share the busiest way."""
 
 
 class NetworkModel:
-    """The links of a cluster."""
+    """The links and memories of a cluster. All methods take and return virtual times in seconds."""
 
     def __init__(self, cluster: Cluster, machines: Sequence[str]) -> None:
         self.cluster = cluster
@@ -44,97 +44,88 @@ class NetworkModel:
         inside, between = cluster.link.inside, cluster.link.between
         self._inside_s, self._between_s = _seconds_per_byte(inside), _seconds_per_byte(between)
         self._inside_latency, self._between_latency = inside.latency_us * 1e-6, between.latency_us * 1e-6
-        self._inside = self._ways(inside)
-        self._between = self._ways(between)
+        self._inside = self._segments(inside)
+        self._between = self._segments(between)
         self._memory = [Segment() for _ in number]
         self._memory_s = 1 / (cluster.memory.gb_per_s * 1e9)
         self._device_s = 1 / (cluster.memory.device_gb_per_s * 1e9)
-        self._meeting_s = 1 / (cluster.memory.exchange_gb_per_s * 1e9)
+        self._exchange_s = 1 / (cluster.memory.exchange_gb_per_s * 1e9)
         self.copies = self._device_s > 0.0
-        """Whether the way between devices and host memory takes time."""
+        """True if copies between devices and host memory take time."""
         self.bytes_between = 0.0
         self.bytes_inside = 0.0
 
-    def _ways(self, link: LinkModel) -> list[tuple[Segment, Segment]]:
-        """(out, in) of every learner."""
-        made: dict[int, tuple[Segment, Segment]] = {}
-        found = []
+    def _segments(self, link: LinkModel) -> list[tuple[Segment, Segment]]:
+        """Return the outgoing and incoming segment of every learner."""
+        by_key: dict[int, tuple[Segment, Segment]] = {}
+        segments = []
         for rank, machine in enumerate(self.machine):
             key = machine if link.shared else rank
-            if key not in made:
-                way = Segment()
-                made[key] = (way, way if link.duplex == "half" else Segment())
-            found.append(made[key])
-        return found
+            if key not in by_key:
+                outgoing = Segment()
+                by_key[key] = (outgoing, outgoing if link.duplex == "half" else Segment())
+            segments.append(by_key[key])
+        return segments
 
-    # -- from one to another -----------------------------------------------------------------------------------------
+    # -- point to point ----------------------------------------------------------------------------------------------
 
     def transfer(self, source: int, target: int, size: float, now: float) -> float:
-        """When bytes that leave now have arrived."""
+        """Send `size` bytes at `now` and return when they have arrived."""
         if self.machine[source] == self.machine[target]:
-            out, into, per_byte, latency = (
-                self._inside[source][0],
-                self._inside[target][1],
-                self._inside_s,
-                self._inside_latency,
-            )
+            table, per_byte, latency = self._inside, self._inside_s, self._inside_latency
             self.bytes_inside += size
         else:
-            out, into, per_byte, latency = (
-                self._between[source][0],
-                self._between[target][1],
-                self._between_s,
-                self._between_latency,
-            )
+            table, per_byte, latency = self._between, self._between_s, self._between_latency
             self.bytes_between += size
-        start = max(now, out.free_at, into.free_at)
+        outgoing, incoming = table[source][0], table[target][1]
+        start = max(now, outgoing.free_at, incoming.free_at)
         seconds = size * per_byte
-        out.free_at = into.free_at = start + seconds
-        out.busy_s += seconds
-        if into is not out:
-            into.busy_s += seconds
+        outgoing.free_at = incoming.free_at = start + seconds
+        outgoing.busy_s += seconds
+        if incoming is not outgoing:
+            incoming.busy_s += seconds
         return start + seconds + latency
 
-    # -- among many --------------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------------------------
 
     def route(self, ranks: Sequence[int]) -> Route:
-        """A ring over these learners, machine by machine."""
+        """Return the route of a ring over these learners, machine by machine."""
         machines = [self.machine[r] for r in ranks]
         crossing = len(set(machines)) > 1
         link, table = (self.cluster.link.between, self._between) if crossing else (self.cluster.link.inside, self._inside)
         per_byte = self._between_s if crossing else self._inside_s
         latency = max(self._between_latency, self._inside_latency) if crossing else self._inside_latency
         if crossing:
-            # one flow leaves each machine and one enters it, however many learners it has
+            # one flow leaves each machine and one enters it, whatever its number of learners
             load = 2.0 if link.duplex == "half" else 1.0
             most = max(machines.count(m) for m in set(machines))
             flows = (most - 1 if self.cluster.link.inside.shared else 1.0) if most > 1 else 0.0
             flows *= 2.0 if self.cluster.link.inside.duplex == "half" else 1.0
             per_byte = max(per_byte * load, self._inside_s * flows)
             load = 1.0
-            ways = [way for m in dict.fromkeys(machines) for way in table[ranks[machines.index(m)]]]
+            segments = [segment for m in dict.fromkeys(machines) for segment in table[ranks[machines.index(m)]]]
         else:
             load = float(len(ranks)) if link.shared else 1.0
             load *= 2.0 if link.duplex == "half" and not link.shared else 1.0
-            ways = [way for r in ranks for way in table[r]]
-        route = Route(list(dict.fromkeys(ways)), crossing, len(ranks), per_byte, load, latency)
+            segments = [segment for r in ranks for segment in table[r]]
+        route = Route(list(dict.fromkeys(segments)), crossing, len(ranks), per_byte, load, latency)
         route.cpu_s_per_byte = link.cpu_s_per_gb * 1e-9
         return route
 
     def cpu_seconds(self, source: int, target: int, size: float) -> float:
-        """What one side of an exchange of so many bytes each way costs it on its core."""
+        """Return the CPU seconds that an exchange of `size` bytes in each direction costs one side."""
         link = self.cluster.link
         inside = self.machine[source] == self.machine[target]
         return size * 1e-9 * (link.inside if inside else link.between).cpu_s_per_gb
 
     def all_reduce(self, route: Route, size: float, start: float, rounds: float = 2.0) -> float:
-        """When a sum (rounds=1) or a sum that everybody gets (rounds=2) is there: bytes pass as in a ring."""
+        """Return the end of a ring reduce (rounds=1) or all-reduce (rounds=2) that starts at `start`."""
         n = route.size
-        start = max(start, *(way.free_at for way in route.ways)) if len(route.ways) > 1 else max(start, route.ways[0].free_at)
+        start = max(start, max(segment.free_at for segment in route.segments))
         seconds = rounds * (n - 1) / n * size * route.seconds_per_byte
-        for way in route.ways:
-            way.free_at = start + seconds
-            way.busy_s += seconds
+        for segment in route.segments:
+            segment.free_at = start + seconds
+            segment.busy_s += seconds
         if route.crossing:
             self.bytes_between += rounds * (n - 1) * size
         else:
@@ -144,24 +135,24 @@ class NetworkModel:
     # -- host memory ---------------------------------------------------------------------------------------------------
 
     def device_copy(self, rank: int, size: float, now: float) -> float:
-        """When a vector has gone from host memory to the learner's device or back."""
+        """Return the end of a copy between host memory and the learner's device."""
         end = now + size * self._device_s
-        return max(end, self._through_memory(rank, size, now))
+        return max(end, self._use_memory(rank, size, now))
 
-    def meeting_in_place(self, rank: int, size: float, now: float) -> float:
-        """When two vectors of a machine have been averaged where they lie."""
-        end = now + 2 * size * self._meeting_s
-        return max(end, self._through_memory(rank, 4 * size, now)) if self._memory_s else end
+    def exchange_in_place(self, rank: int, size: float, now: float) -> float:
+        """Return the end of a pair average of two vectors in the memory of one machine."""
+        end = now + 2 * size * self._exchange_s
+        return max(end, self._use_memory(rank, 4 * size, now)) if self._memory_s else end
 
-    def _through_memory(self, rank: int, size: float, now: float) -> float:
+    def _use_memory(self, rank: int, size: float, now: float) -> float:
         if self._memory_s == 0.0:
             return now
-        way = self._memory[self.machine[rank]]
-        start = max(now, way.free_at)
+        memory = self._memory[self.machine[rank]]
+        start = max(now, memory.free_at)
         seconds = size * self._memory_s
-        way.free_at = start + seconds
-        way.busy_s += seconds
-        return way.free_at
+        memory.free_at = start + seconds
+        memory.busy_s += seconds
+        return memory.free_at
 
 
 def _seconds_per_byte(link: LinkModel) -> float:

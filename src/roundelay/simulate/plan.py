@@ -1,7 +1,7 @@
-"""Before machines are rented: what every strategy would take and need on a cluster, and which one to choose, with the reason.
+"""Compare the strategies on a cluster before it is rented, and recommend one with its reason.
 
-Times come from simulating some steps and scaling; metrics of mixing from the matrices that run (topology.py); stable rates from
-the mathematical model on a quadratic (theory.py). Nothing here knows how well a model learns: that is said where it counts.
+Durations come from simulating some steps and scaling. Mixing metrics come from the matrices that run (`topology`), stable
+rates from the mathematical model on a quadratic (`theory`). Accuracy is not predicted.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from roundelay.engine.config import EngineConfig
 from roundelay.engine.learner import build_strategy
 from roundelay.errors import UsageError
 from roundelay.simulate.cluster import Cluster
-from roundelay.simulate.memory import GB, check_fit, need
+from roundelay.simulate.memory import GB, check_fit, memory_need
 from roundelay.simulate.run import STATE_VECTORS, SimulationResult, simulate_timing
 from roundelay.theory import stable_blocks, stable_delay, stable_mixing, stable_order, uniform
 
-GOOD_ENOUGH = 0.9
-"""An efficiency above which nothing more is asked for."""
+GOOD_EFFICIENCY = 0.9
+"""Efficiency above which batch and K are not increased."""
 EQUALLY_FAST = 1.05
+"""Strategies within this factor of the fastest count as equally fast."""
 WORTH_DOUBLING = 1.3
-"""A doubling of the learners must make the run so many times as fast."""
-STALEST = 16
-"""Learners up to which the stable rate of an asynchronous order is worked out; it hardly changes beyond."""
+"""Speed-up that a doubling of the learners must bring to be recommended."""
+MAX_MODELED_LEARNERS = 16
+"""The stable rate of asynchronous exchanges is computed for at most this number of learners; it hardly changes beyond."""
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What is to be trained."""
+    """The training run to plan for."""
 
     parameters: int
     samples: int
-    """In an epoch."""
+    """Samples of an epoch."""
     epochs: float = 1.0
     batch: int = 64
     """Samples per learner and step."""
@@ -56,8 +57,8 @@ class Choice:
 
 
 def choices(cluster: Cluster) -> list[Choice]:
-    """The strategies worth a line on this cluster."""
-    found = [
+    """Return the strategies that make sense on this cluster."""
+    table = [
         Choice("single", "single"),
         Choice("sync", "sync"),
         Choice("delay_by_one", "delay_by_one"),
@@ -70,16 +71,16 @@ def choices(cluster: Cluster) -> list[Choice]:
     ]
     machines = len(set(cluster.machine_names()))
     if 1 < machines < cluster.learners:
-        found.append(Choice("hierarchical(adpsgd)", "hierarchical(adpsgd)"))
-        found.append(Choice("hierarchical(adpsgd), random_ring", "hierarchical(adpsgd)", "random_ring"))
-    return found if cluster.learners > 1 else found[:1]
+        table.append(Choice("hierarchical(adpsgd)", "hierarchical(adpsgd)"))
+        table.append(Choice("hierarchical(adpsgd), random_ring", "hierarchical(adpsgd)", "random_ring"))
+    return table if cluster.learners > 1 else table[:1]
 
 
 # -- metrics of one strategy ------------------------------------------------------------------------------------------------
 
 
-def timed(cluster: Cluster, job: PlannedJob, choice: Choice, batch: int | None = None) -> SimulationResult:
-    """Some steps of it, scaled to the whole run."""
+def simulate_choice(cluster: Cluster, job: PlannedJob, choice: Choice, batch: int | None = None) -> SimulationResult:
+    """Simulate some steps of a strategy and scale the result to the whole job."""
     if choice.strategy == "single":
         cluster = cluster.first(1)
     block = int(choice.settings.get("K", 1))
@@ -92,7 +93,7 @@ def timed(cluster: Cluster, job: PlannedJob, choice: Choice, batch: int | None =
 
 
 def mixing(choice: Choice, workers: int) -> tuple[float, int]:
-    """(spectral gap per round, rounds until the spread is down to 1 %)."""
+    """Return the spectral gap per round and the rounds until the spread is down to 1 %."""
     inner = choice.strategy.removeprefix("hierarchical(").rstrip(")")
     if workers == 1:
         return 1.0, 0
@@ -105,7 +106,7 @@ def mixing(choice: Choice, workers: int) -> tuple[float, int]:
 
 
 def stable_rate(choice: Choice, workers: int) -> float:
-    """The largest rate times curvature that plain SGD bears with this strategy on a quadratic; 2 for one learner."""
+    """Return the largest stable product of rate and curvature of plain SGD on a quadratic; 2 for one learner."""
     inner = choice.strategy.removeprefix("hierarchical(").rstrip(")")
     if workers == 1:
         return 2.0
@@ -114,9 +115,11 @@ def stable_rate(choice: Choice, workers: int) -> float:
     if inner == "delay_by_one":
         return stable_mixing(uniform(2))
     if inner == "asgd":
-        return workers * stable_delay(1.0, workers - 1) if workers <= STALEST else math.pi / 2  # its limit for many
+        return (
+            workers * stable_delay(1.0, workers - 1) if workers <= MAX_MODELED_LEARNERS else math.pi / 2
+        )  # the limit for many learners
     if inner == "adpsgd":
-        return _stable_gossip(choice.topology, min(workers, STALEST))
+        return _stable_gossip(choice.topology, min(workers, MAX_MODELED_LEARNERS))
     if inner == "bmuf":
         return stable_blocks(workers, int(choice.settings.get("K", 8)), 1 - 1 / workers, 1.0, True)
     return 2.0
@@ -127,35 +130,34 @@ def _stable_gossip(name: str, size: int) -> float:
     return stable_order(size, 40, lambda r: topology.matching(name, r, size))
 
 
-def row(cluster: Cluster, job: PlannedJob, choice: Choice) -> dict[str, Any]:
-    """One strategy's line; where the model does not fit, why."""
+def evaluate_choice(cluster: Cluster, job: PlannedJob, choice: Choice) -> dict[str, Any]:
+    """Return the metrics of one strategy as JSON values; `why` says why the model does not fit."""
     size = 1 if choice.strategy == "single" else cluster.learners
-    here = cluster.first(size)
-    workers = len(set(here.machine_names())) if choice.strategy.startswith("hierarchical") else size
+    part = cluster.first(size)
+    workers = len(set(part.machine_names())) if choice.strategy.startswith("hierarchical") else size
     options = EngineConfig(strategy=choice.strategy, strategy_options=choice.settings, topology=choice.topology)
-    needed = need(
-        job.parameters, build_strategy(options).traits, state_vectors=STATE_VECTORS.get(job.optimizer, 1), learners=size
-    )
+    state_vectors = STATE_VECTORS.get(job.optimizer, 1)
+    need = memory_need(job.parameters, build_strategy(options).traits, state_vectors=state_vectors, learners=size)
     gap, rounds = mixing(choice, workers)
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "name": choice.name,
         "strategy": choice.strategy,
         "topology": choice.topology,
         "settings": choice.settings,
         "learners": size,
-        "memory_gb": needed.device / GB,
-        "host_memory_gb": needed.host / GB,
+        "memory_gb": need.device / GB,
+        "host_memory_gb": need.host / GB,
         "gap": gap,
         "rounds_to_agreement": rounds,
         "stable_rate": stable_rate(choice, workers),
     }
     try:
-        check_fit(here, needed, job.parameters)
+        check_fit(part, need, job.parameters)
     except UsageError as error:
-        return {**found, "fits": False, "why": error.message}
-    outcome = timed(cluster, job, choice)
+        return {**metrics, "fits": False, "why": error.message}
+    outcome = simulate_choice(cluster, job, choice)
     return {
-        **found,
+        **metrics,
         "fits": True,
         "hours": outcome.hours,
         "samples_per_s": outcome.samples_per_s,
@@ -169,44 +171,49 @@ def row(cluster: Cluster, job: PlannedJob, choice: Choice) -> dict[str, Any]:
 
 
 def plan(cluster: Cluster, job: PlannedJob, done: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
-    """Every strategy's line and a recommendation. A model that fits nowhere is an error."""
+    """Evaluate all strategies and recommend one, with learners, batch and K.
+
+    `done(name)` is called after each simulation.
+
+    Raises:
+        UsageError: the model does not fit with any strategy.
+    """
     rows = []
     for choice in choices(cluster):
-        rows.append(row(cluster, job, choice))
+        rows.append(evaluate_choice(cluster, job, choice))
         done(choice.name)
     if not any(r["fits"] for r in rows):
         raise UsageError(
             rows[0]["why"],
-            where=f"cluster '{cluster.name}', every strategy",
+            where=f"cluster '{cluster.name}', all strategies",
             hint="choose a smaller model, an optimizer with less state, or a cluster with more memory",
         )
     best, reason = choose(rows)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "cluster": cluster.name,
         "job": {"parameters": job.parameters, "samples": job.samples, "epochs": job.epochs, "batch": job.batch},
         "strategies": rows,
         "recommendation": {"strategy": best["strategy"], "topology": best["topology"], "reason": [reason]},
     }
     if cluster.learners > 1:
-        refine(
-            found["recommendation"], cluster, job, Choice(best["name"], best["strategy"], best["topology"], best["settings"])
-        )
+        choice = Choice(best["name"], best["strategy"], best["topology"], best["settings"])
+        refine(result["recommendation"], cluster, job, choice)
         done("learners, batch and K")
     else:
-        found["recommendation"] |= {"learners": 1, "batch": job.batch, "K": None}
-    return found
+        result["recommendation"] |= {"learners": 1, "batch": job.batch, "K": None}
+    return result
 
 
 def choose(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """The plainest of the fast ones: exactly SGD where that costs little, else the one that mixes best."""
-    real = [r for r in rows if r["fits"] and r["strategy"] not in ("asgd", "bmuf")]
-    fastest = min(real, key=lambda r: r["hours"])
-    near = [r for r in real if r["hours"] <= EQUALLY_FAST * fastest["hours"]]
+    """Return the recommended row and the reason: exact SGD if it is about as fast as the fastest, else the best mixing."""
+    candidates = [r for r in rows if r["fits"] and r["strategy"] not in ("asgd", "bmuf")]
+    fastest = min(candidates, key=lambda r: r["hours"])
+    near = [r for r in candidates if r["hours"] <= EQUALLY_FAST * fastest["hours"]]
     for plain in ("single", "sync"):
-        found = next((r for r in near if r["strategy"] == plain), None)
-        if found is not None:
+        match = next((r for r in near if r["strategy"] == plain), None)
+        if match is not None:
             return (
-                found,
+                match,
                 f"{plain} is within 5 % of the fastest ({fastest['name']}), and it is exactly SGD with the global batch",
             )
     steady = [r for r in near if not r["strategy"].startswith("kstep")] or near
@@ -220,11 +227,13 @@ def choose(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     return best, reason
 
 
-def refine(said: dict[str, Any], cluster: Cluster, job: PlannedJob, choice: Choice) -> None:
-    """Learners, batch per learner and K, each by simulating its alternatives."""
-    reasons: list[str] = said["reason"]
+def refine(recommendation: dict[str, Any], cluster: Cluster, job: PlannedJob, choice: Choice) -> None:
+    """Add learners, batch per learner and K to a recommendation, each by simulating the alternatives."""
+    reasons: list[str] = recommendation["reason"]
     sizes = learner_counts(cluster) if choice.strategy != "single" else [1]
-    hours = {size: timed(cluster.first(size), job, as_possible(choice, cluster.first(size))).hours for size in sizes}
+    hours = {
+        size: simulate_choice(cluster.first(size), job, feasible_choice(choice, cluster.first(size))).hours for size in sizes
+    }
     learners = sizes[0]
     for size in sizes[1:]:
         if hours[learners] / hours[size] < WORTH_DOUBLING ** math.log2(size / learners):
@@ -234,28 +243,28 @@ def refine(said: dict[str, Any], cluster: Cluster, job: PlannedJob, choice: Choi
             )
             break
         learners = size
-    here = cluster.first(learners)
-    final = as_possible(choice, here)
-    batch, tried = job.batch, timed(here, job, final)
-    while tried.efficiency < GOOD_ENOUGH and batch < 8 * job.batch and learners > 1:
-        more = timed(here, job, final, 2 * batch)
-        if more.efficiency < tried.efficiency + 0.02:
+    part = cluster.first(learners)
+    final = feasible_choice(choice, part)
+    batch, outcome = job.batch, simulate_choice(part, job, final)
+    while outcome.efficiency < GOOD_EFFICIENCY and batch < 8 * job.batch and learners > 1:
+        larger = simulate_choice(part, job, final, 2 * batch)
+        if larger.efficiency < outcome.efficiency + 0.02:
             break
-        batch, tried = 2 * batch, more
+        batch, outcome = 2 * batch, larger
     if batch != job.batch:
         reasons.append(
-            f"a batch of {batch} per learner raises the efficiency to {100 * tried.efficiency:.0f} %: the global batch is then "
-            f"{batch * learners}, so the rate must be found anew, and the activations must fit"
+            f"a batch of {batch} per learner raises the efficiency to {100 * outcome.efficiency:.0f} %: the global batch is "
+            f"then {batch * learners}, so the rate must be tuned again, and the activations must fit"
         )
-    said |= {"learners": learners, "batch": batch, "hours": tried.hours, "efficiency": tried.efficiency}
-    said["hours_by_learners"] = {str(size): h for size, h in hours.items()}
-    said["K"] = smallest_K(here, job, batch) if learners > 1 else None
-    if said["K"] is not None:
-        reasons.append(f"were it kstep, K = {said['K']} is the smallest that keeps averages under a tenth of the time")
+    recommendation |= {"learners": learners, "batch": batch, "hours": outcome.hours, "efficiency": outcome.efficiency}
+    recommendation["hours_by_learners"] = {str(size): h for size, h in hours.items()}
+    recommendation["K"] = smallest_K(part, job, batch) if learners > 1 else None
+    if recommendation["K"] is not None:
+        reasons.append(f"with kstep, K = {recommendation['K']} is the smallest K that keeps averaging below 10 % of the time")
 
 
-def as_possible(choice: Choice, cluster: Cluster) -> Choice:
-    """A hierarchy on one machine, or with one learner, is plain synchronous SGD, or single."""
+def feasible_choice(choice: Choice, cluster: Cluster) -> Choice:
+    """Replace a hierarchy on one machine by sync, and any strategy with one learner by single."""
     if cluster.learners == 1:
         return Choice("single", "single")
     if choice.strategy.startswith("hierarchical") and len(set(cluster.machine_names())) == 1:
@@ -264,12 +273,14 @@ def as_possible(choice: Choice, cluster: Cluster) -> Choice:
 
 
 def learner_counts(cluster: Cluster) -> list[int]:
-    """1, 2, 4, … and all of them."""
+    """Return 1, 2, 4, … and the number of all learners."""
     return [*(2**n for n in range(cluster.learners.bit_length()) if 2**n < cluster.learners), cluster.learners]
 
 
 def smallest_K(cluster: Cluster, job: PlannedJob, batch: int) -> int | None:
+    """Return the smallest K with which kstep is efficient; None if there is none up to 64."""
     for K in (1, 2, 4, 8, 16, 32, 64):
-        if timed(cluster, replace(job, batch=batch), Choice("kstep", "kstep", settings={"K": K})).efficiency >= GOOD_ENOUGH:
+        choice = Choice("kstep", "kstep", settings={"K": K})
+        if simulate_choice(cluster, replace(job, batch=batch), choice).efficiency >= GOOD_EFFICIENCY:
             return K
     return None

@@ -1,4 +1,4 @@
-"""A training run on a virtual cluster: how long, how fast, where the time goes. With a task it learns for real."""
+"""Simulate a training run on a cluster: how long it takes and where the time goes. With a task it trains for real."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roundelay.engine.trainer import Trainer
 from roundelay.errors import UsageError
 from roundelay.launch.context import DistributedContext
 from roundelay.simulate.cluster import Cluster
-from roundelay.simulate.memory import check_fit, need
+from roundelay.simulate.memory import check_fit, memory_need
 from roundelay.simulate.simulated_cluster import SimulatedCluster
 from roundelay.simulate.timing_only import TimingOnlyTask
 
@@ -26,53 +26,55 @@ STATE_VECTORS = {"sgd": 1, "adam": 2, "adamw": 2}
 NEVER_S = 1e9
 """Longer than any run."""
 RECORDS = 50
-"""Records per learner, where nobody says how often."""
-MOST_RECORDS = 4_000
+"""Default number of metric records per learner."""
+MAX_RECORDS = 4_000
+"""Default limit of metric records of all learners together."""
 SPANS_PER_LEARNER = 80
-DRAWN = 64
-"""Learners whose beginning is kept for drawing."""
+MAX_DRAWN = 64
+"""Learners whose first intervals are kept for drawing."""
 
 
 @dataclass
 class SimulationResult:
-    """What a simulated run came to."""
+    """The result of a simulated run."""
 
     strategy: str
     learners: int
     machines: int
     elapsed_s: float
-    """Virtual seconds of the whole run, start and end included."""
+    """Virtual seconds of the whole run, with start and end."""
     samples: int
     steps: int
     """Steps of all learners together."""
     samples_per_s: float
-    """While everybody had work: until the first learner ran out of it."""
+    """Rate until the first learner runs out of samples."""
     efficiency: float
-    """samples_per_s over what the same learners would do without any communication."""
+    """samples_per_s divided by the rate of the same learners without communication."""
     hours: float
-    """Of the run as asked for: at samples_per_s where only a part of it was simulated."""
+    """Duration of the requested run; extrapolated from samples_per_s if only a part was simulated."""
     staleness: dict[int, int]
     bytes_per_step: float
-    """That one learner puts on its backend, in the mean."""
+    """Mean bytes that one learner sends per step."""
     digest: str
-    """Of the final weights, or of the order of events where nothing was learned."""
+    """Hash of the final weights; in timing-only mode, of the order of events."""
     per_learner: list[dict[str, Any]] = field(default_factory=list)
-    """By rank: steps, samples, seconds by kind; empty for the dead."""
+    """By rank: steps, samples, seconds by kind; empty for failed ranks."""
     exchanges: int = 0
     metrics: dict[str, float] | None = None
     lost: dict[int, str] = field(default_factory=dict)
+    """Failed rank -> reason."""
     spans: list[tuple[int, str, float, float]] = field(default_factory=list)
     events: int = 0
     weights: np.ndarray | None = None
     busy_s: float = 0.0
-    """From the first gradient's beginning to the last one's end."""
+    """Seconds from the begin of the first gradient to the end of the last."""
 
     @property
     def staleness_mean(self) -> float:
         return sum(k * n for k, n in self.staleness.items()) / max(sum(self.staleness.values()), 1)
 
     def summary(self) -> dict[str, Any]:
-        """The metrics a program wants, the last line of `roundelay simulate --json`."""
+        """Return the result as JSON values: the output of `roundelay simulate --json`."""
         return {
             "hours": self.hours,
             "samples_per_s": round(self.samples_per_s, 3),
@@ -87,7 +89,7 @@ class SimulationResult:
             "exchanges": self.exchanges,
             "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
             **({"metrics": self.metrics} if self.metrics else {}),
-            **({"lost": {str(r): why for r, why in self.lost.items()}} if self.lost else {}),
+            **({"lost": {str(r): reason for r, reason in self.lost.items()}} if self.lost else {}),
         }
 
 
@@ -109,31 +111,38 @@ def simulate_timing(
     run: Path | None = None,
     spans: bool = False,
 ) -> SimulationResult:
-    """Timing alone: `steps` steps per learner of a model with so many parameters. Where `samples` (an epoch's) and `epochs` say
-    how long the whole run is, `hours` is for that."""
+    """Simulate `steps` steps per learner in timing-only mode: no arithmetic, only durations.
+
+    `samples` (of one epoch) and `epochs` describe the whole run; if given, `hours` of the result is for the whole run.
+
+    Raises:
+        UsageError: a number is < 1, or the model does not fit into the memory of the cluster.
+    """
     size = cluster.learners
     for name, value in (("parameters", parameters), ("batch", batch), ("steps", steps)):
         if value < 1:
-            raise UsageError(f"{name}={value}", where=name, hint="give at least 1")
+            raise UsageError(f"{name} must be >= 1 (got {value})", where=name, hint=f"set {name} to at least 1")
     config = TrainConfig(
         strategy=strategy,
         strategy_options=strategy_options or {},
         topology=topology,
         seed=seed,
         steps_per_exchange=steps_per_exchange,
-        log_every_s=(log_every_s or _seldom(cluster, batch, steps)) if run is not None else NEVER_S,
+        log_every_s=(log_every_s or _log_interval(cluster, batch, steps)) if run is not None else NEVER_S,
         timeout_s=NEVER_S,
         device="cpu",
+        epochs=1.0,
         batch=batch,
+        lr=0.1,
         eval_at_checkpoint=False,
         progress="none",
         checkpoint_every_epochs=2.0,
     )
     traits = build_strategy(config).traits
-    check_fit(cluster, need(parameters, traits, learners=size), parameters)
+    check_fit(cluster, memory_need(parameters, traits, learners=size), parameters)
     task = TimingOnlyTask(steps * batch * size)
     if traits.optimizer_state != "average":
-        momentum = 0.0  # nobody sends it, and its arithmetic is part of the modelled step
+        momentum = 0.0  # momentum is not sent, and its arithmetic is part of the modeled step
     outcome = _run(cluster, task, replace(config, momentum=momentum), 4.0 * parameters, run, spans)
     if samples is not None:
         outcome.hours = (epochs or 1.0) * samples / outcome.samples_per_s / 3600
@@ -149,15 +158,15 @@ def simulate_task(
     spans: bool = False,
     on_step: Callable[[Learner], None] | None = None,
 ) -> SimulationResult:
-    """Real learning in virtual time: the ordinary loop, with its checkpoints and evaluations, on the cluster's clock."""
+    """Train a task in virtual time: the usual trainer with its checkpoints and evaluations, on the clock of the cluster."""
     return _run(cluster, task, replace(config, timeout_s=NEVER_S, device="cpu"), 0.0, None, spans, seed, on_step)
 
 
-def _seldom(cluster: Cluster, batch: int, steps: int) -> float:
-    """How often to write metrics so that they stay few."""
+def _log_interval(cluster: Cluster, batch: int, steps: int) -> float:
+    """Return an interval of metric records that keeps their number below MAX_RECORDS."""
     learner = cluster.learner
     expected = steps * max(learner.seconds_per_step + batch * learner.seconds_per_sample, 1e-6)
-    return expected / max(5.0, min(RECORDS, MOST_RECORDS / cluster.learners))
+    return expected / max(5.0, min(RECORDS, MAX_RECORDS / cluster.learners))
 
 
 def _run(
@@ -172,12 +181,12 @@ def _run(
 ) -> SimulationResult:
     if run is not None:
         run.mkdir(parents=True, exist_ok=True)
-    virtual = SimulatedCluster(
+    simulated = SimulatedCluster(
         cluster,
         model_bytes=model_bytes,
         seed=config.seed if seed is None else seed,
         events=run / "events.jsonl" if run is not None else None,
-        spans=SPANS_PER_LEARNER * min(cluster.learners, DRAWN) if spans else 0,
+        spans=SPANS_PER_LEARNER * min(cluster.learners, MAX_DRAWN) if spans else 0,
     )
 
     def work(context: DistributedContext) -> dict[str, Any]:
@@ -185,57 +194,60 @@ def _run(
         result = trainer.run()
         return {**result, "w": trainer.learner.flat.phi.numpy().copy()}
 
-    results = virtual.run(work)
-    return _outcome(virtual, config.strategy, results)
+    results = simulated.run(work)
+    return _summarize(simulated, config.strategy, results)
 
 
-def _outcome(virtual: SimulatedCluster, strategy: str, results: list[dict[str, Any] | None]) -> SimulationResult:
-    living = [r for r in results if r is not None]
-    if not living:
+def _summarize(simulated: SimulatedCluster, strategy: str, results: list[dict[str, Any] | None]) -> SimulationResult:
+    survivors = [r for r in results if r is not None]
+    if not survivors:
         raise UsageError(
-            "nobody has survived", where=f"cluster '{virtual.cluster.name}'", hint="let fewer learners fail, or later"
+            "all learners have failed",
+            where=f"cluster '{simulated.cluster.name}'",
+            hint="let fewer learners fail, or let them fail later",
         )
-    first = living[0]
+    first = survivors[0]
     staleness: Counter[int] = Counter()
-    for result in living:
+    for result in survivors:
         staleness.update({int(k): n for k, n in result["staleness"].items()})
-    rate, ceiling = _rates(virtual)
-    steps = sum(int(r.get("steps", 0)) for r in living)
-    timing = bool(virtual.job.model_bytes)
+    rate, bound = _rates(simulated)
+    steps = sum(int(r.get("steps", 0)) for r in survivors)
+    timing_only = bool(simulated.job.model_bytes)
+    gradients = [runtime.gradients for runtime in simulated.runtimes if runtime.gradients]
     return SimulationResult(
         strategy=strategy,
-        learners=virtual.size,
-        machines=len(set(virtual.machines)),
-        elapsed_s=virtual.now,
-        samples=sum(int(r.get("samples", 0)) for r in living),
+        learners=simulated.size,
+        machines=len(set(simulated.machines)),
+        elapsed_s=simulated.now,
+        samples=sum(int(r.get("samples", 0)) for r in survivors),
         steps=steps,
         samples_per_s=rate,
-        efficiency=rate / ceiling if ceiling else 0.0,
-        hours=virtual.now / 3600,
+        efficiency=rate / bound if bound else 0.0,
+        hours=simulated.now / 3600,
         staleness=dict(staleness),
-        bytes_per_step=sum(r.get("bytes", 0) for r in living) / max(steps, 1),
-        digest=virtual.digest if timing else hashlib.sha256(first["w"].tobytes()).hexdigest()[:16],
+        bytes_per_step=sum(r.get("bytes", 0) for r in survivors) / max(steps, 1),
+        digest=simulated.digest if timing_only else hashlib.sha256(first["w"].tobytes()).hexdigest()[:16],
         per_learner=[r or {} for r in results],
-        exchanges=sum(int(r.get("exchanges", 0)) for r in living),
+        exchanges=sum(int(r.get("exchanges", 0)) for r in survivors),
         metrics=first.get("metrics"),
-        lost=dict(virtual.job.dead),
-        spans=virtual.job.spans,
-        events=virtual.job.world.events,
+        lost=dict(simulated.job.failed),
+        spans=simulated.job.spans,
+        events=simulated.job.loop.events,
         weights=first["w"],
-        busy_s=max(h.done[-1][1] for h in virtual.hosts if h.done) - min(h.done[0][0] for h in virtual.hosts if h.done),
+        busy_s=max(g[-1][1] for g in gradients) - min(g[0][0] for g in gradients),
     )
 
 
-def _rates(virtual: SimulatedCluster) -> tuple[float, float]:
-    """Samples per second while everybody had work, and what the same learners would do alone."""
-    done = [host.done for host in virtual.hosts if host.done]
-    if not done:
+def _rates(simulated: SimulatedCluster) -> tuple[float, float]:
+    """Return samples/s until the first learner runs out of samples, and samples/s without communication."""
+    by_learner = [runtime.gradients for runtime in simulated.runtimes if runtime.gradients]
+    if not by_learner:
         return 0.0, 0.0
-    until = min(gradients[-1][1] for gradients in done)
-    began = min(gradients[0][0] for gradients in done)
+    until = min(gradients[-1][1] for gradients in by_learner)
+    began = min(gradients[0][0] for gradients in by_learner)
     samples = 0.0
-    for gradients in done:
-        for start, end, n in gradients:  # one under way when the first runs out counts as far as it is
+    for gradients in by_learner:
+        for start, end, n in gradients:  # a gradient under way at that time counts in proportion
             samples += n if end <= until else n * max(until - start, 0.0) / (end - start)
-    ceiling = sum(sum(n for _, _, n in host.done) / host.computed_s for host in virtual.hosts if host.computed_s > 0)
-    return samples / max(until - began, 1e-12), ceiling
+    bound = sum(sum(n for _, _, n in r.gradients) / r.computed_s for r in simulated.runtimes if r.computed_s > 0)
+    return samples / max(until - began, 1e-12), bound

@@ -1,4 +1,4 @@
-"""A learner's host in virtual time: its clock is the world's, its arithmetic is real and takes modelled time."""
+"""The Runtime of a learner in virtual time: real arithmetic, modeled durations."""
 
 from __future__ import annotations
 
@@ -21,43 +21,45 @@ from roundelay.simulate.job import SimulatedJob
 C = TypeVar("C")
 END = object()
 BLOCK = 256
-PACE = 0x9ACE
-"""The purpose of these dice: how long steps take."""
+"""Random factors that are sampled at once."""
+PACE_STREAM = 0x9ACE
+"""The RNG stream of step durations."""
 
 
 class ComputePace:
-    """How long a learner's gradients take: a function of (seed, rank, step) and of the time."""
+    """The duration of a learner's gradients, a function of (seed, rank, step) and of the time."""
 
     def __init__(self, cluster: Cluster, machine: int, speed: float, seed: int, rank: int) -> None:
         self._per_sample, self._per_step = cluster.learner.seconds_per_sample / speed, cluster.learner.seconds_per_step / speed
-        self._scatter = cluster.learner.jitter
-        self._dice = np.random.default_rng([seed, PACE, rank])
-        self._drawn: list[float] = []
-        self._slow = [s for s in cluster.straggler if s.learner == rank or s.machine == machine]
+        self._jitter = cluster.learner.jitter
+        self._rng = np.random.default_rng([seed, PACE_STREAM, rank])
+        self._factors: list[float] = []
+        self._stragglers = [s for s in cluster.straggler if s.learner == rank or s.machine == machine]
 
     def seconds(self, samples: int, now: float) -> float:
+        """Return the duration of a gradient of `samples` samples that begins at `now`."""
         seconds = self._per_step + samples * self._per_sample
-        if self._scatter.kind != "constant":
-            if not self._drawn:
-                self._drawn = self._draw()
-            seconds *= self._drawn.pop()
-        for slow in self._slow:
-            if slow.from_s <= now < slow.to_s:
-                seconds *= slow.factor
+        if self._jitter.kind != "constant":
+            if not self._factors:
+                self._factors = self._sample_factors()
+            seconds *= self._factors.pop()
+        for straggler in self._stragglers:
+            if straggler.from_s <= now < straggler.to_s:
+                seconds *= straggler.factor
         return seconds
 
-    def _draw(self) -> list[float]:
-        """Factors around 1, in the mean 1."""
-        s = self._scatter
-        if s.kind == "gaussian":
-            return self._dice.lognormal(-0.5 * s.spread**2, s.spread, BLOCK).tolist()
-        # a Pareto variable from 0 has the mean 1 / (tail - 1)
-        excess = self._dice.pareto(s.tail, BLOCK) * (s.tail - 1)
-        return ((1 + s.spread * excess) / (1 + s.spread)).tolist()
+    def _sample_factors(self) -> list[float]:
+        """Sample factors with mean 1."""
+        jitter = self._jitter
+        if jitter.kind == "gaussian":
+            return self._rng.lognormal(-0.5 * jitter.spread**2, jitter.spread, BLOCK).tolist()
+        # a Pareto variable that starts at 0 has the mean 1 / (tail - 1)
+        excess = self._rng.pareto(jitter.tail, BLOCK) * (jitter.tail - 1)
+        return ((1 + jitter.spread * excess) / (1 + jitter.spread)).tolist()
 
 
 class EventSink:
-    """One file for the events of all learners of a virtual job."""
+    """One file for the events of all learners of a simulated job."""
 
     def __init__(self, path: Path | None) -> None:
         self._file: IO[str] | None = open(path, "a", encoding="utf-8") if path is not None else None  # noqa: SIM115
@@ -73,7 +75,7 @@ class EventSink:
 
 
 class SimulatedEventLog(EventLog):
-    """Events in virtual time."""
+    """The event log of one learner, stamped with virtual time."""
 
     def __init__(self, sink: EventSink | None, rank: int, clock: Callable[[], float]) -> None:
         self.rank, self._sink, self._clock = rank, sink, clock
@@ -86,25 +88,25 @@ class SimulatedEventLog(EventLog):
             self._sink.write(json.dumps({"event": event, "time": round(self.now(), 6), "rank": self.rank, **metrics}))
 
     def close(self) -> None:
-        """The sink outlives the learner."""
+        """Do nothing: the sink is shared and closed by SimulatedCluster."""
 
 
 class SimulatedRuntime:
-    """One learner's host."""
+    """The runtime of one learner."""
 
     def __init__(
         self, job: SimulatedJob, rank: int, speed: float = 1.0, sinks: dict[Path | None, EventSink] | None = None
     ) -> None:
-        self._job, self._rank, self._world = job, rank, job.world
+        self._job, self._rank, self._loop = job, rank, job.loop
         machine = job.network.machine[rank]
         self.pace = ComputePace(job.cluster, machine, speed, job.seed, rank)
         self._loading_s = 1 / job.cluster.loader.samples_per_s
         self._backward = job.cluster.learner.backward_share
         self._sinks = sinks if sinks is not None else {}
-        self._dice: Tensor | None = None
-        self.feeds: list[Any] = []
-        self.done: list[tuple[float, float, int]] = []
-        """(from, to, samples) of every gradient."""
+        self._rng_state: Tensor | None = None
+        self.prefetchers: list[Any] = []
+        self.gradients: list[tuple[float, float, int]] = []
+        """(begin, end, samples) of every gradient."""
         self.computed_s = 0.0
         self.clock = job.now
 
@@ -112,43 +114,44 @@ class SimulatedRuntime:
         return self.computed_s
 
     def stamp(self) -> str:
-        return f"{self._world.now:12.3f} s"
+        return f"{self._loop.now:12.3f} s"
 
-    # -- dice ----------------------------------------------------------------------------------------------------------
+    # -- RNG -----------------------------------------------------------------------------------------------------------
 
     def seed_init(self, number: int) -> None:
-        torch.default_generator.manual_seed(number)  # torch.manual_seed takes milliseconds, for devices there are none of here
+        torch.default_generator.manual_seed(number)  # torch.manual_seed also seeds devices, which takes milliseconds
 
     def seed_rank(self, number: int) -> None:
-        self._dice = torch.Generator().manual_seed(number).get_state()
+        self._rng_state = torch.Generator().manual_seed(number).get_state()
 
     def rng_state(self) -> Tensor:
-        return torch.get_rng_state() if self._dice is None else self._dice.clone()
+        return torch.get_rng_state() if self._rng_state is None else self._rng_state.clone()
 
     def set_rng_state(self, state: Tensor) -> None:
-        self._dice = state.clone()
+        self._rng_state = state.clone()
 
     def rng_scope(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._job.model_bytes or self._dice is None else self._own_dice()
+        return nullcontext() if self._job.model_bytes or self._rng_state is None else self._swapped_rng()
 
     @contextmanager
-    def _own_dice(self) -> Iterator[None]:
-        assert self._dice is not None
-        torch.set_rng_state(self._dice)
+    def _swapped_rng(self) -> Iterator[None]:
+        assert self._rng_state is not None
+        torch.set_rng_state(self._rng_state)
         try:
             yield
         finally:
-            self._dice = torch.get_rng_state()
+            self._rng_state = torch.get_rng_state()
 
-    # -- work ----------------------------------------------------------------------------------------------------------
+    # -- compute and data ----------------------------------------------------------------------------------------------
 
     def compute(self, gradient: Callable[[], float], samples: int, slow: float) -> float:
-        job, now = self._job, self._world.now
+        """Compute a gradient, let its modeled duration pass, and return the loss."""
+        job, now = self._job, self._loop.now
         own = slow * self.pace.seconds(samples, now)
-        seconds = own + job.stolen[self._rank]
-        job.stolen[self._rank] = 0.0
+        seconds = own + job.delay_s[self._rank]
+        job.delay_s[self._rank] = 0.0
         end = now + seconds
-        self.done.append((now, end, samples))
+        self.gradients.append((now, end, samples))
         self.computed_s += own
         job.backward[self._rank] = (end - self._backward * seconds, end)
         if job.model_bytes:
@@ -156,7 +159,7 @@ class SimulatedRuntime:
         else:
             with self.rng_scope():
                 loss = gradient()
-        if not job.model_bytes:  # for timing alone the gradient leaves after this call, as if it had left during it
+        if not job.model_bytes:  # in timing-only mode the gradient is sent after this call as if it were sent during it
             job.backward[self._rank] = None
         job.sleep_until(self._rank, "compute", end)
         return loss
@@ -164,21 +167,23 @@ class SimulatedRuntime:
     def prefetch(
         self, claims: Iterable[C], prepare: Callable[[C], Any], samples: Callable[[C], int], loaders: int
     ) -> Prefetcher[C]:
+        """Prepare batches one ahead, in a process of their own. `loaders` is ignored."""
         if self._job.model_bytes and not self._loading_s:
             return _SynchronousLoader(claims, prepare)
 
-        def made() -> Iterator[tuple[C, Any]]:
+        def batches() -> Iterator[tuple[C, Any]]:
             for claim in claims:
                 batch = prepare(claim)
                 if self._loading_s:
-                    self._world.sleep(samples(claim) * self._loading_s)
+                    self._loop.sleep(samples(claim) * self._loading_s)
                 yield claim, batch
 
-        feed = _PrefetchProcess(self._job, self._rank, made())
-        self.feeds.append(feed)
-        return feed
+        prefetcher = _PrefetchProcess(self._job, self._rank, batches())
+        self.prefetchers.append(prefetcher)
+        return prefetcher
 
     def start_periodic(self, poll: Callable[[], None], on_failure: Callable[[], None], every_s: float) -> Callable[[], None]:
+        """Call `on_failure` when a rank fails; `poll` is never needed. Returns a function that ends the subscription."""
         self._job.watchers[self._rank] = on_failure
         return lambda: self._job.watchers.pop(self._rank, None) and None
 
@@ -193,9 +198,11 @@ class SimulatedRuntime:
 
 
 class _SynchronousLoader(Generic[C]):
-    """Timing alone, from a loader without a limit: what takes no time needs no task of its own.
+    """The prefetcher of timing-only mode with an unlimited loader: loading takes no time and needs no process.
 
-    A raced batch is claimed when it is needed and not two ahead, so the last learner ends up to two batches earlier."""
+    A lease is claimed when it is needed and not two ahead, so with dynamic sharding the last learner can end up to two
+    batches earlier.
+    """
 
     last_s = 0.0
 
@@ -208,14 +215,14 @@ class _SynchronousLoader(Generic[C]):
 
 
 class _PrefetchProcess:
-    """The next piece of work, made by a task of its own: one waits, one is in the making, as with a thread and a queue."""
+    """A prefetcher with a process of its own and a queue of one batch, as a loader thread has."""
 
     def __init__(self, job: SimulatedJob, rank: int, items: Iterable[Any]) -> None:
-        self._world, self._job, self._rank, self._items = job.world, job, rank, items
+        self._loop, self._job, self._rank, self._items = job.loop, job, rank, items
         self._queue: deque[Any] = deque()
-        self._putter: Any = None
-        self._getter: Any = None
-        self.task: Any = None
+        self._producer: Any = None
+        self._consumer: Any = None
+        self.process: Any = None
         self.last_s = 0.0
 
     def _run(self) -> None:
@@ -223,30 +230,30 @@ class _PrefetchProcess:
             for item in self._items:
                 self._put(item)
             self._put(END)
-        except Exception as error:  # handed to the learner, which raises it
+        except Exception as error:  # raised by the learner
             self._put(error)
 
     def _put(self, item: Any) -> None:
         while self._queue:
-            self._putter = self._world.current
-            self._world.wait(lambda: f"rank {self._rank} to take its next batch")
+            self._producer = self._loop.current
+            self._loop.wait(lambda: f"rank {self._rank} to take its next batch")
         self._queue.append(item)
-        if self._getter is not None:
-            self._world.wake(self._getter, self._world.now)
-            self._getter = None
+        if self._consumer is not None:
+            self._loop.wake(self._consumer, self._loop.now)
+            self._consumer = None
 
     def __iter__(self) -> Generator[Any, None, None]:
-        self.task = self._world.spawn(f"the loader of rank {self._rank}", self._run)
+        self.process = self._loop.spawn(f"the loader of rank {self._rank}", self._run)
         while True:
-            asked = self._world.now
+            began = self._loop.now
             while not self._queue:
-                self._getter = self._world.current
+                self._consumer = self._loop.current
                 self._job.wait(self._rank, "data", lambda: "its next batch")
             item = self._queue.popleft()
-            self.last_s = self._world.now - asked
-            if self._putter is not None:
-                self._world.wake(self._putter, self._world.now)
-                self._putter = None
+            self.last_s = self._loop.now - began
+            if self._producer is not None:
+                self._loop.wake(self._producer, self._loop.now)
+                self._producer = None
             if item is END:
                 return
             if isinstance(item, BaseException):
@@ -254,5 +261,5 @@ class _PrefetchProcess:
             yield item
 
     def stop(self) -> None:
-        if self.task is not None:
-            self._world.kill(self.task)
+        if self.process is not None:
+            self._loop.kill(self.process)

@@ -1,37 +1,37 @@
-"""The job's store in virtual time: a dictionary whose keys wake those who wait for them."""
+"""The job's key-value store in virtual time: a dictionary whose writes wake waiting processes."""
 
 from __future__ import annotations
 
 from roundelay.simulate.event_loop import EventLoop, SimulatedProcess
 
 
-class _Pause:
-    """One task's wait for any of several keys."""
+class _KeyWait:
+    """The wait of one process for any of several keys."""
 
-    __slots__ = ("over", "task")
+    __slots__ = ("over", "process")
 
-    def __init__(self, task: SimulatedProcess) -> None:
-        self.task, self.over = task, False
+    def __init__(self, process: SimulatedProcess) -> None:
+        self.process, self.over = process, False
 
 
 class SimulatedStore:
-    """Costs no time: the store is never on the path of a vector."""
+    """A Store whose operations cost no virtual time: no vector passes through it."""
 
-    def __init__(self, world: EventLoop) -> None:
-        self._world = world
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
         self._values: dict[str, str] = {}
-        self._waiting: dict[str, list[_Pause]] = {}
+        self._waiting: dict[str, list[_KeyWait]] = {}
 
-    def _written(self, key: str) -> None:
-        for pause in self._waiting.pop(key):
-            if not pause.over:
-                pause.over = True
-                self._world.wake(pause.task, self._world.now)
+    def _wake_waiting(self, key: str) -> None:
+        for wait in self._waiting.pop(key):
+            if not wait.over:
+                wait.over = True
+                self._loop.wake(wait.process, self._loop.now)
 
     def set(self, key: str, value: str) -> None:
         self._values[key] = value
         if key in self._waiting:
-            self._written(key)
+            self._wake_waiting(key)
 
     def get(self, key: str) -> str | None:
         return self._values.get(key)
@@ -40,7 +40,7 @@ class SimulatedStore:
         value = int(self._values.get(key, "0")) + amount
         self._values[key] = str(value)
         if key in self._waiting:
-            self._written(key)
+            self._wake_waiting(key)
         return value
 
     def claim(self, key: str, value: str) -> str:
@@ -49,11 +49,12 @@ class SimulatedStore:
         return self._values[key]
 
     def pause(self, seconds: float, *keys: str) -> None:
-        task = self._world.current
-        assert task is not None
-        pause = _Pause(task)
+        """Suspend the running process until one of the keys is written; `seconds` is ignored."""
+        process = self._loop.current
+        assert process is not None
+        wait = _KeyWait(process)
         for key in keys:
-            self._waiting.setdefault(key, []).append(pause)
-        with self._world.looking():
-            self._world.wait(lambda: f"the store's {', '.join(keys)}")
-        pause.over = True
+            self._waiting.setdefault(key, []).append(wait)
+        with self._loop.polling():
+            self._loop.wait(lambda: f"store key {', '.join(keys)}")
+        wait.over = True

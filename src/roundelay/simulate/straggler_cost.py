@@ -1,8 +1,8 @@
-"""What if one rank were as fast as the others? From the events of a real run.
+"""Estimate what a slow rank costs a run, from the events of that run.
 
-Every rank's own pace (seconds of compute, data and update per sample) is taken from the run's summaries, and what the quickest
-rendezvous took from the rank that waited least. With these the run is simulated twice: as it was, which must come near to what
-was measured and is shown beside it; and with the rank at the pace of the median.
+The pace of every rank (seconds of compute, data and update per sample) comes from the run's summaries; the time of a
+collective comes from the rank that waited least. The run is then simulated twice: as it was, to be compared with the
+measurement, and with the slow rank at the median pace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = 200
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What one rank did in a run."""
+    """Totals of one rank of a run."""
 
     samples: int
     steps: int
@@ -34,64 +34,77 @@ class RankSummary:
 
     @property
     def pace(self) -> float:
+        """Return the seconds of own work per sample."""
         return self.own_s / max(self.samples, 1)
 
 
-def ranks_of(run: Path) -> dict[int, RankSummary]:
-    """The summaries in a run's events."""
+def rank_summaries(run: Path) -> dict[int, RankSummary]:
+    """Read the summaries of all ranks from a run's events.
+
+    Raises:
+        DataError: the run has no events, or fewer than two ranks wrote a summary.
+    """
     path = run / "events.jsonl"
     if not path.is_file():
-        raise DataError("this run has no events", where=str(path), hint="give the directory of a run that came to its end")
-    found = {}
+        raise DataError("events.jsonl is missing", where=str(path), hint="name the directory of a completed run")
+    summaries = {}
     for event in read_events(path):
         if event.get("event") == "summary" and event.get("samples"):
-            found[int(event["rank"])] = RankSummary(
+            summaries[int(event["rank"])] = RankSummary(
                 int(event["samples"]), int(event["steps"]), float(event["own_s"]), float(event["waiting_s"]),
                 float(event["elapsed_s"]),
             )  # fmt: skip
-    if len(found) < 2 or sorted(found) != list(range(len(found))):
+    if len(summaries) < 2 or sorted(summaries) != list(range(len(summaries))):
         raise DataError(
-            f"the events hold the summaries of {len(found)} ranks",
+            f"the events must hold the summaries of at least 2 ranks (got {len(summaries)})",
             where=str(path),
-            hint="give a run of several learners that came to its end",
+            hint="name the directory of a completed run with several learners",
         )
-    return found
+    return summaries
 
 
 def straggler_cost(run: Path, rank: int, options: EngineConfig, batch: int, parameters: int) -> dict[str, Any]:
-    ran = ranks_of(run)
-    if rank not in ran:
-        raise UsageError(f"there is no rank {rank} in this run", where="rank", hint=f"ranks are 0 to {len(ran) - 1}")
-    paces = [ran[r].pace for r in range(len(ran))]
+    """Return measured and simulated samples/s, and the samples/s with `rank` at the median pace.
+
+    Raises:
+        UsageError: the run has no such rank.
+        DataError: see `rank_summaries`.
+    """
+    summaries = rank_summaries(run)
+    if rank not in summaries:
+        raise UsageError(
+            f"rank must be between 0 and {len(summaries) - 1} (got {rank})", where="rank", hint="choose a rank of this run"
+        )
+    paces = [summaries[r].pace for r in range(len(summaries))]
     usual = statistics.median(pace for r, pace in enumerate(paces) if r != rank)
-    rendezvous = min(r.comm_s / max(r.steps, 1) for r in ran.values())
-    names = fake_machines(["here"] * len(ran), options.simulate_nodes)
+    collective_s = min(summary.comm_s / max(summary.steps, 1) for summary in summaries.values())
+    names = fake_machines(["here"] * len(summaries), options.simulate_nodes)
     cluster = Cluster(
         name=f"as measured in {run.name}",
         machines=tuple(MachineGroup(1, names.count(name)) for name in dict.fromkeys(names)),
-        learner=ComputeModel(seconds_per_sample=usual, seconds_per_step=rendezvous),
-        # a factor lengthens the whole step, but only the rank's own part of it is its own
+        learner=ComputeModel(seconds_per_sample=usual, seconds_per_step=collective_s),
+        # a factor lengthens the whole step, but only the rank's own work is slower
         straggler=tuple(
-            StragglerModel((batch * pace + rendezvous) / (batch * usual + rendezvous), learner=r)
+            StragglerModel((batch * pace + collective_s) / (batch * usual + collective_s), learner=r)
             for r, pace in enumerate(paces)
         ),
     )
 
-    def rate(slow: tuple[StragglerModel, ...]) -> float:
+    def simulated(stragglers: tuple[StragglerModel, ...]) -> float:
         return simulate_timing(
-            replace(cluster, straggler=slow), parameters=parameters, strategy=options.strategy, topology=options.topology,
-            strategy_options=options.strategy_options, batch=batch, steps=STEPS, seed=options.seed,
+            replace(cluster, straggler=stragglers), parameters=parameters, strategy=options.strategy,
+            topology=options.topology, strategy_options=options.strategy_options, batch=batch, steps=STEPS, seed=options.seed,
         ).samples_per_s  # fmt: skip
 
-    as_it_was = rate(cluster.straggler)
-    normal = rate(tuple(s for s in cluster.straggler if s.learner != rank))
-    measured = sum(r.samples for r in ran.values()) / max(r.elapsed_s for r in ran.values())
+    as_it_was = simulated(cluster.straggler)
+    normal = simulated(tuple(s for s in cluster.straggler if s.learner != rank))
+    samples = sum(summary.samples for summary in summaries.values())
     return {
         "run": str(run),
         "rank": rank,
         "strategy": options.strategy,
         "slowdown": paces[rank] / usual,
-        "measured_samples_per_s": measured,
+        "measured_samples_per_s": samples / max(summary.elapsed_s for summary in summaries.values()),
         "simulated_samples_per_s": as_it_was,
         "if_normal_samples_per_s": normal,
         "gain": normal / as_it_was,

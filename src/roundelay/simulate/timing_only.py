@@ -1,4 +1,4 @@
-"""A task of which only the size is known: its gradients take time and say nothing."""
+"""The task of timing-only mode: a number of samples, no arithmetic."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 
 
-class _NoLoss:
-    """A loss whose backward leaves no gradient: nothing moves, everything takes its time."""
+class _ZeroLoss:
+    """A loss of 0 whose backward pass leaves no gradient."""
 
     def backward(self) -> None:
-        """Takes no arithmetic."""
+        """Do nothing."""
 
     def detach(self) -> float:
         return 0.0
 
 
-class _OneNumber(nn.Module):
-    """One element that stands for the whole model."""
+class _OneParameter(nn.Module):
+    """A module with one parameter in place of a whole model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,19 +28,19 @@ class _OneNumber(nn.Module):
 
 @dataclass(frozen=True)
 class TimingOnlyTask:
-    """So many samples, no arithmetic."""
+    """A task with `samples` samples whose gradients take modeled time and are empty."""
 
     samples: int
-    nothing: _NoLoss = _NoLoss()  # noqa: RUF009 - it has no state
+    zero: _ZeroLoss = _ZeroLoss()  # noqa: RUF009 - it has no state
 
     def build(self) -> nn.Module:
-        return _OneNumber()
+        return _OneParameter()
 
     def batch(self, epoch: int, start: int, stop: int) -> int:
         return stop - start
 
     def loss(self, module: nn.Module, batch: int) -> Tensor:
-        return self.nothing  # type: ignore[return-value]
+        return self.zero  # type: ignore[return-value]
 
     def evaluate(self, module: nn.Module, part: int, parts: int) -> dict[str, tuple[float, float]]:
         return {"loss": (0.0, 1.0)}
