@@ -23,12 +23,24 @@ MODULES = {
 }
 
 ONLY_IN = {
-    "torch.distributed": ("roundelay.comm.torch_backend", "roundelay.fleet.store", "roundelay.launch", "roundelay.bench", "benchmarks"),
+    "torch.distributed": (
+        "roundelay.comm.torch_backend",
+        "roundelay.fleet.store",
+        "roundelay.launch",
+        "roundelay.bench",
+        "benchmarks",
+    ),
     "greenlet": ("roundelay.simulate", "roundelay.replay", "roundelay.api"),
 }
 PURE = ("roundelay.strategies", "roundelay.topology", "roundelay.theory", "roundelay.comm.gossip.protocol")
 IMPURE = ("time", "random", "threading", "socket", "selectors")
-BASE = ("roundelay.errors", "roundelay.log", "roundelay.core.interrupts", "roundelay.core.process_map", "roundelay.core.settings")
+BASE = (
+    "roundelay.errors",
+    "roundelay.log",
+    "roundelay.core.interrupts",
+    "roundelay.core.process_map",
+    "roundelay.core.settings",
+)
 SHARED_BY_STRATEGIES = tuple(f"roundelay.strategies.{name}" for name in ("base", "blocks", "step", "worker"))
 MAY_IMPORT = {
     "roundelay.strategies": ("roundelay.core", *BASE),

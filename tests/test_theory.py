@@ -48,8 +48,15 @@ def engine(task: Fit, strategy: str, size: int = SIZE, **options: Any) -> list[n
 
     def job(context: DistributedContext) -> None:
         config = TrainConfig(
-            strategy=strategy, **options, epochs=ROUNDS * size * BATCH / task.samples, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none",
-        )  # fmt: skip
+            strategy=strategy,
+            **options,
+            epochs=ROUNDS * size * BATCH / task.samples,
+            batch=BATCH,
+            lr=RATE,
+            momentum=0.0,
+            eval_at_checkpoint=False,
+            progress="none",
+        )
         train(task, context, config, on_step=lambda learner: path[context.rank].append(learner.worker.w.clone().numpy()))
 
     run_threads(job, size=size, timeout_s=60)

@@ -186,13 +186,13 @@ def test_config_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
         ("learners=0", "learners must be >= 1 (got 0)"),
         ("learners", "is not of the form key=value"),
         ("batch=0", "batch must be >= 1 (got 0)"),
-        ("batch=somewhere:8", "says nothing about the machine of rank 0"),
-        ("batch=somewhere:none", "is not host:batch"),
-        ("straggler=1:2", "ranks are 0 to 0"),
-        ("straggler=fast", "is not rank:factor"),
-        ("device=abacus", "there is no device"),
+        ("batch=somewhere:8", "batch must list the host of every rank (rank 0 is missing)"),
+        ("batch=somewhere:none", "batch must be a number, auto, or a list of host:number"),
+        ("straggler=1:2", "straggler must name ranks 0 to 0"),
+        ("straggler=fast", "straggler must be a list of rank:factor"),
+        ("device=abacus", "device must be auto, cpu or cuda"),
         ("resume=nowhere", "nowhere"),
-        ("backend=threads learners=2 simulate_nodes=3", "cannot be split"),
+        ("backend=threads learners=2 simulate_nodes=3", "simulate_nodes must be at most the number of learners"),
         ("strategy=single backend=threads learners=2", "'single' must run on one rank (got 2)"),
     ],
 )
@@ -378,8 +378,8 @@ def test_batches_by_machine_and_by_probe(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("differ", "complaint"),
     [
-        ({"WORLD_SIZE": "3"}, "rank 1 was told of 3 learners, rank 0 of 2"),  # language: ok
-        ({"override": "lr=0.3"}, "has lr"),
+        ({"WORLD_SIZE": "3"}, "WORLD_SIZE must be equal on all ranks (rank 1: 3, rank 0: 2)"),
+        ({"override": "lr=0.3"}, "lr must be equal on all ranks"),
     ],
 )
 def test_ranks_with_different_settings_stop(differ: dict[str, str], complaint: str, jobs: Jobs) -> None:

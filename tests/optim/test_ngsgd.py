@@ -196,7 +196,8 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
     def learn(context: DistributedContext, run: str, epochs: int, resume: str) -> None:
         config = TrainConfig(
             strategy="kaldi_averaging", strategy_options={"K": 3, "best_first": 0, "combine": 2}, deterministic_reduce=True,
-            epochs=epochs, batch=4, optimizer="ngsgd", lr=0.05, run=str(tmp_path / run), resume=resume, eval_at_checkpoint=False,
+            epochs=epochs, batch=4, optimizer="ngsgd", lr=0.05, run=str(tmp_path / run), resume=resume,
+            eval_at_checkpoint=False,
             checkpoint_every_epochs=100, progress="none",
         )  # fmt: skip
         train(Dots(samples=60), context, config)

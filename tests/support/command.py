@@ -131,7 +131,8 @@ class Jobs:
         """Write a settings file for the task Dots and return its path."""
         options = {"trace": str(self.trace), **options}
         lines = ['task = "tasks:Dots"', 'progress = "none"', "batch = 4", "lr = 0.05", "log_every_s = 0.05"]
-        lines.append("checkpoint_every_epochs = 100")  # judging a checkpoint takes gradients too, which tests that count must not see
+        # no checkpoints by default: evaluating them computes gradients, which tests that count gradients must not see
+        lines.append("checkpoint_every_epochs = 100")
         lines += ["[task_options]", *(f"{key} = {json.dumps(value)}" for key, value in options.items())]
         path = self.folder / "dots.toml"
         path.write_text("\n".join(lines) + "\n")
