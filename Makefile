@@ -32,6 +32,7 @@ lint: setup  ## check style, format, types and import contracts
 # Generate pages and pictures, then the site. --strict makes dead links errors; --quiet would disable it.
 docs: setup  ## build the documentation in build/site
 	$(BIN)/python docs/_make/reference.py
+	$(BIN)/python docs/_make/architecture.py
 	$(BIN)/python docs/_make/timelines.py
 	$(BIN)/python docs/_make/strip.py
 	$(BIN)/python docs/_make/measured.py

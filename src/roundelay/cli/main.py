@@ -41,7 +41,7 @@ FORWARDED = {"bench": "roundelay.cli.bench", "calibrate": "roundelay.simulate.ca
 EXTRAS = {
     "kaldifst": "speech", "kaldi_decoder": "speech", "kaldialign": "speech", "soundfile": "speech", "soxr": "speech",
     "espeakng_loader": "speech", "tensorboard": "tensorboard", "onnx": "onnx", "onnxruntime": "onnx", "onnxscript": "onnx",
-    "mpi4py": "mpi", "lhotse": "lhotse", "shtab": "completion",
+    "mpi4py": "mpi", "shtab": "completion",
 }  # fmt: skip
 """Module -> the optional dependency that installs it."""
 SHELLS = ("bash", "zsh", "tcsh")
