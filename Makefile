@@ -33,6 +33,7 @@ lint: setup  ## check style, format, types and import contracts
 docs: setup  ## build the documentation in build/site
 	$(BIN)/python docs/_make/reference.py
 	$(BIN)/python docs/_make/timelines.py
+	$(BIN)/python docs/_make/architecture.py
 	$(BIN)/python docs/_make/strip.py
 	$(BIN)/python docs/_make/measured.py
 	$(BIN)/python docs/_make/virtual.py

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
 import os
 import re
 import textwrap
@@ -65,7 +66,7 @@ def toml_value(value: Any) -> str:
         return "unset"
     if value in ("", (), [], {}):
         return "empty"
-    return code(str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value)
+    return code(json.dumps(value, ensure_ascii=False))
 
 
 def sentence(text: str) -> str:
@@ -73,7 +74,8 @@ def sentence(text: str) -> str:
     text = " ".join(text.split())
     if not text:
         return ""
-    starts_with_name = text.split()[0].strip(",:;") in NAMES or text[0] in "`$["
+    first = text.split()[0]
+    starts_with_name = first.strip(",:;") in NAMES or first.endswith(",") or text[0] in "`$["
     text = text if starts_with_name else text[0].upper() + text[1:]
     return text if text[-1] in ".!?" else text + "."
 
@@ -127,7 +129,7 @@ def type_of(declaration: Field[Any]) -> str:
         elif name == "Literal":
             parts.append("string")
         elif name != "None":
-            parts.append(names.get(name, "table"))
+            parts.append(names.get(name, "string" if isinstance(declaration.default, str) else "table"))
     return " or ".join(dict.fromkeys(parts))
 
 
@@ -178,12 +180,12 @@ def option_rows(parser: argparse.ArgumentParser) -> list[list[str]]:
             continue
         name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
         value = "" if action.nargs == 0 or not action.option_strings else " " + str(action.metavar or action.dest.upper())
-        text = sentence(re.sub(r"\s*\(default [^)]*\)", "", action.help or ""))
-        choices = action.choices and f"One of {', '.join(map(code, action.choices))}."
-        if choices and not all(str(c) in text for c in action.choices):
+        text = sentence(re.sub(r"\s*\(default (?:%\(default\)s|[^)]*)\)", "", action.help or ""))
+        choices = f"One of {', '.join(map(code, action.choices))}." if action.choices else ""
+        if choices and text.rstrip(".") == ", ".join(map(str, action.choices)):
+            text = choices
+        elif choices and not all(str(c) in text for c in action.choices):
             text = f"{text} {choices}".strip()
-        elif choices and text.rstrip(".") == ", ".join(map(str, action.choices)):
-            text = str(choices)
         default = "number of cores" if action.dest == "jobs" else action.default
         if not action.option_strings or default in (None, False, "", 0, 0.0) or "default" in text.lower():
             default = ""
