@@ -56,7 +56,9 @@ def test_a_simulation_is_deterministic(form: str) -> None:
         deterministic_reduce=False,
         simulate_nodes=machines,
     )
-    first, second = (run_simulated(run_toy_task, case, size=4, simulate_nodes=machines, cluster=UNEVEN)[0]["w"] for _ in range(2))
+    first, second = (
+        run_simulated(run_toy_task, case, size=4, simulate_nodes=machines, cluster=UNEVEN)[0]["w"] for _ in range(2)
+    )
     assert np.array_equal(first, second)
 
 
