@@ -16,10 +16,10 @@ DOCS = Path(__file__).parents[1]
 RESULTS = DOCS.parent / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: made by docs/_make/measured.py -->", "<!-- end of measured -->"
 ELSEWHERE = {
-    "adaptive_kstep": "[K-step averaging](../simulated.md#k-step-averaging), in virtual time",
-    "kaldi_averaging": "[the benchmark of Kaldi's averaging](../averaging.md#the-benchmark)",
+    "adaptive_kstep": "[K-step averaging](../simulated.md#k-step-averaging) compares it with fixed K in virtual time.",
+    "kaldi_averaging": "[The benchmark of averaging](../averaging.md#the-benchmark) compares persistent learners with jobs as Kaldi starts them.",
 }
-"""Strategies that are measured in a benchmark of their own."""
+"""Strategy -> where its own benchmark is described."""
 LINKS = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
 
 
@@ -107,7 +107,7 @@ def buffers(name: str) -> list[tuple[str, str, str]]:
 def block(name: str) -> str:
     metrics = [*throughput(name), *network(name), *hierarchy(name), *learning(name), *buffers(name)]
     if not metrics:
-        text = f"See {ELSEWHERE[name]}." if name in ELSEWHERE else "All other strategies are compared with this one."
+        text = ELSEWHERE.get(name, "All other strategies are compared with this one.")
         return f"{BEGIN}\n\n{text}\n\n{END}"
     lines = [
         "| metric | value | section |",

@@ -337,7 +337,7 @@ def events_page() -> str:
     always = table(["field", "meaning"], [[code(k), sentence(text)] for k, text in events.ALWAYS.items()])
     return f"""# Events
 
-A run writes `events.jsonl`: one JSON object per line, appended by all ranks. [Run](../run.md#diagnosing) explains which events to look at when a run is
+A run writes `events.jsonl`: one JSON object per line, appended by all ranks. [Run](../run.md#diagnose) explains which events to look at when a run is
 slow or does not learn.
 
 ## All events
