@@ -1,6 +1,6 @@
 """Draw the three pictures of docs/architecture.md: the packages in layers, and two walks through them.
 
-    python docs/_make/architecture.py
+python docs/_make/architecture.py
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 from drawing import DARK, LIGHT
@@ -142,7 +143,7 @@ def walk_gradient() -> Diagram:
         x, y = left + column * step_x, top + row * step_y
         diagram.box(x, y, wide, high, name, text, kind)
         corners.append((x, y))
-    for (x0, y0), (x1, y1) in zip(corners, corners[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(corners):
         if y0 == y1:
             diagram.arrow([(x0 + wide, y0 + high / 2), (x1, y1 + high / 2)])
         else:
@@ -150,7 +151,9 @@ def walk_gradient() -> Diagram:
             diagram.arrow([(x0 + wide / 2, y0 + high), (x0 + wide / 2, middle), (x1 + wide / 2, middle), (x1 + wide / 2, y1)])
     last_x, last_y = corners[9]
     first_x, first_y = corners[4]
-    diagram.arrow([(last_x + 30, last_y), (last_x + 30, last_y - 16), (first_x + 30, last_y - 16), (first_x + 30, first_y + high)])
+    diagram.arrow(
+        [(last_x + 30, last_y), (last_x + 30, last_y - 16), (first_x + 30, last_y - 16), (first_x + 30, first_y + high)]
+    )
     diagram.note(last_x + 38, last_y - 12, "next step, until all leases are finished")
     return diagram
 
@@ -163,16 +166,35 @@ def walk_exchange() -> Diagram:
     diagram.note(right + wide / 2, 48, "rank j", "middle")
     for x, letter in ((left, "i"), (right, "j")):
         diagram.box(x, 56, wide, high, "strategy", "strategies/adpsgd.py: me.gossip(topology)\nonce, before the first step")
-        diagram.box(x, 146, wide, high, "gossip thread", "comm/gossip/thread.py: enters round r\nwhen steps are due or the partner waits")
-        diagram.box(x, 326, wide, high, "apply", f"w_{letter} += (snapshot of partner - own) / 2\nunder the lock: core/kernels.py")
+        diagram.box(
+            x,
+            146,
+            wide,
+            high,
+            "gossip thread",
+            "comm/gossip/thread.py: enters round r\nwhen steps are due or the partner waits",
+        )
+        diagram.box(
+            x, 326, wide, high, "apply", f"w_{letter} += (snapshot of partner - own) / 2\nunder the lock: core/kernels.py"
+        )
         diagram.box(x, 430, wide, high, "next gradient", "strategies/worker.py: phi <- w\nnever waits for an exchange")
         diagram.arrow([(x + wide / 2, 56 + high), (x + wide / 2, 146)])
         diagram.arrow([(x + wide / 2, 146 + high), (x + wide / 2, 326)])
         diagram.arrow([(x + wide / 2, 326 + high), (x + wide / 2, 430)])
-    diagram.box(center, 56, wide, high, "partner of round r", "topology/matchings.py: the same pure\nfunction on every rank", "base")
+    diagram.box(
+        center, 56, wide, high, "partner of round r", "topology/matchings.py: the same pure\nfunction on every rank", "base"
+    )
     diagram.arrow([(center, 56 + high), (left + wide, 160)])
     diagram.arrow([(center + wide, 56 + high), (right, 160)])
-    diagram.box(center, 226, wide, high, "other node: snapshots over TCP", "comm/gossip/transport.py\nsame node: comm/shared_memory.py", "base")
+    diagram.box(
+        center,
+        226,
+        wide,
+        high,
+        "other node: snapshots over TCP",
+        "comm/gossip/transport.py\nsame node: comm/shared_memory.py",
+        "base",
+    )
     diagram.arrow([(left + wide, 190), (center + 60, 226)])
     diagram.arrow([(right, 190), (center + wide - 60, 226)])
     diagram.arrow([(center + 60, 226 + high), (left + wide, 350)])

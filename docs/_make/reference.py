@@ -194,9 +194,10 @@ def option_rows(parser: argparse.ArgumentParser) -> list[list[str]]:
 
 
 def examples_of(text: str) -> list[str]:
-    """Return the commands of an epilog: the indented lines after 'examples:'."""
-    lines = text.strip().splitlines()[1:]
-    return [line.strip() for line in lines if line.startswith("  ")]
+    """Return the commands of an epilog: those on the line of 'examples:', and the indented lines after it."""
+    first, *rest = text.strip().splitlines()
+    lines = [first.partition("examples:")[2], *(line for line in rest if line.startswith("  "))]
+    return [part.strip() for line in lines for part in line.split(";  ") if part.strip() and "…" not in part]
 
 
 def console(commands: list[str]) -> str:

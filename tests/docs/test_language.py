@@ -27,7 +27,9 @@ def test_a_file_uses_the_words_of_the_field(path: Path) -> None:
 
 
 def test_exceptions_are_rare() -> None:
-    marked = [line for path in PROSE + FILES for line in path.read_text(encoding="utf-8").splitlines() if "language: ok" in line]
+    marked = [
+        line for path in PROSE + FILES for line in path.read_text(encoding="utf-8").splitlines() if "language: ok" in line
+    ]
     assert len(marked) <= EXCEPTIONS_AT_MOST, marked
 
 
