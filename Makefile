@@ -34,6 +34,7 @@ docs: setup  ## build the documentation in build/site
 	$(BIN)/python docs/_make/reference.py
 	$(BIN)/python docs/_make/architecture.py
 	$(BIN)/python docs/_make/timelines.py
+	$(BIN)/python docs/_make/architecture.py
 	$(BIN)/python docs/_make/strip.py
 	$(BIN)/python docs/_make/measured.py
 	$(BIN)/python docs/_make/virtual.py

@@ -33,8 +33,10 @@ from benchmarks.common import Points, chart, log, parser, run_main, write_page
 from roundelay import config
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.recipes import config as recipe_config
-from roundelay.recipes import stages
-from roundelay.recipes.stages import PipelineContext
+from roundelay.recipes.decode_stage import decode_system
+from roundelay.recipes.network_stage import training_config
+from roundelay.recipes.pipeline_context import PipelineContext, recreate_dir
+from roundelay.recipes.run_layout import RunLayout, aligned_run, hypothesis_file
 from roundelay.recipes.systems import save_network
 from roundelay.speech.hmm.align import Alignments
 from roundelay.speech.nnet.lstm import AcousticModel
@@ -65,9 +67,9 @@ def main(argv: Sequence[str]) -> int:
     p = parser(
         "averaging",
         __doc__,
-        "python -m benchmarks.averaging recipes/spoken runs/spoken --json\n"
-        "  python -m benchmarks.averaging recipes/spoken runs/spoken network.hidden=96 --repeats 3 --no-wer\n"
-        "  python -m benchmarks.averaging recipes/spoken runs/spoken --systems overlap --optimizers sgd,ngsgd --seeds 3",
+        "python -m benchmarks.averaging spoken runs/spoken --json\n"
+        "  python -m benchmarks.averaging spoken runs/spoken network.hidden=96 --repeats 3 --no-wer\n"
+        "  python -m benchmarks.averaging spoken runs/spoken --systems overlap --optimizers sgd,ngsgd --seeds 3",
     )
     p.add_argument("recipe", metavar="RECIPE")
     p.add_argument("run", metavar="RUN", help="its finished run directory")
@@ -111,7 +113,7 @@ class AveragingBench:
             )
         recipe = recipe_config.load(args.recipe, args.overrides)
         recipe = replace(recipe, network=replace(recipe.network, packed=True))
-        self.work = PipelineContext(recipe, stages.aligned_run(args.run), args.jobs, log, progress="plain")
+        self.work = PipelineContext(recipe, aligned_run(args.run), args.jobs, progress="plain")
         self.folder = self.work.run / "averaging"
         self.folder.mkdir(exist_ok=True)
         train = recipe.train
@@ -165,9 +167,9 @@ class AveragingBench:
         if done.exists():
             log(f"{case.name}: done before")
             return dict(json.loads(done.read_text()))
-        stages.recreate_dir(folder)
-        text = stages.task_file(self.work, self.engine(case), self.work.run / "alignments", case.seed)
-        (folder / "task.toml").write_text(text)
+        recreate_dir(folder)
+        engine = training_config(self.work, self.engine(case), self.work.layout.alignments(), case.seed)
+        (folder / "task.toml").write_text(config.dumps(engine))
         task = config.build_task(config.load(folder / "task.toml"))
         steps = max(1, round(case.frames / (task.frames_per_sample * self.batch)))
         log(f"{case.name}: {steps} steps between averages")
@@ -259,16 +261,16 @@ class AveragingBench:
         rates: dict[str, float] = json.loads(cache.read_text()) if cache.exists() else {}
         digest = hashlib.sha256(weights.read_bytes()).hexdigest()
         if digest not in rates:
-            save_network(stages.recreate_dir(folder / "lstm"), model, self.counts(), {})
-            stages.decode_system(self.work, folder, "lstm", folder / "hypotheses")
+            save_network(recreate_dir(folder / "lstm"), model, self.counts(), {})
+            decode_system(self.work, RunLayout(folder), "lstm", folder / "hypotheses")
             name = self.work.sets()[0]
             refs = {u.id: u.words for u in self.work.corpus(name).utterances}
-            rates[digest] = round(score(refs, read_text(folder / "hypotheses" / f"{name}.txt")).wer, 3)
+            rates[digest] = round(score(refs, read_text(hypothesis_file(folder / "hypotheses", name))).wer, 3)
             cache.write_text(json.dumps(rates))
         return results | {"wer": rates[digest]}
 
     def counts(self) -> Any:
-        return Alignments.open(self.work.run / "alignments" / "train").counts()
+        return Alignments.open(self.work.layout.alignments() / "train").counts()
 
 
 def output(command: list[str], folder: Path) -> dict[str, Any]:

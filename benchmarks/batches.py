@@ -25,8 +25,7 @@ from benchmarks.common import log, parser, run_main
 from benchmarks.sim_probe import ResultCache, learn, one_thread
 from benchmarks.stragglers import CLUSTER
 from roundelay.core.interrupts import block_sigint
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.errors import RoundelayError
 from roundelay.log.output import markdown_table
 from roundelay.simulate.cluster import MachineGroup
@@ -66,7 +65,7 @@ class NoisySync:
     weakness: ClassVar[str] = "As sync."
     saved: ClassVar[tuple[str, ...]] = ()
     traits: ClassVar[Traits] = Traits(
-        sharding="static", deterministic=True, conserves_mean=True, contracts=False, survives_death=False,
+        sharding="static", deterministic=True, conserves_mean=True, contracts=False, survives_failures=False,
         optimizer_state="shared", shares_weights=False, sample_weighting="average",
     )  # fmt: skip
 
@@ -109,15 +108,14 @@ def run(cell: Cell) -> dict[str, Any]:
         strategy, settings = "benchmarks.batches:NoisySync", {"size": cell.noise}
     size = 1 if strategy == "single" else SIZE
     batch = cell.batch * SIZE if size == 1 else cell.batch
-    options = EngineConfig(
-        strategy=strategy, strategy_options=settings, topology=ring, seed=cell.seed, schedule="cosine",
-        warmup_epochs=cell.warmup, log_every_s=1e9,
-    )  # fmt: skip
     rate = RATE * cell.factor * cell.batch / BATCHES[0]
-    plan = RunConfig(epochs=cell.epochs, batch=batch, lr=rate, momentum=0.9)
+    config = TrainConfig(
+        strategy=strategy, strategy_options=settings, topology=ring, seed=cell.seed, schedule="cosine",
+        warmup_epochs=cell.warmup, log_every_s=1e9, epochs=cell.epochs, batch=batch, lr=rate, momentum=0.9,
+    )  # fmt: skip
     task = replace(TASK, seed=cell.seed, samples=cell.samples)
     cluster = replace(CLUSTER, machines=(MachineGroup(size, 1),))
-    learned = learn(cluster, task, options, plan, looks=LOOKS, seed=cell.seed, effective=size > 1)
+    learned = learn(cluster, task, config, looks=LOOKS, seed=cell.seed, effective=size > 1)
     looks = [asdict(look) for look in learned.looks]
     return {
         "loss": learned.loss if math.isfinite(learned.loss) else None,

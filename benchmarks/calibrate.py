@@ -21,9 +21,9 @@ import torch
 from benchmarks.common import log, parser, run_main
 from benchmarks.namespaces import NetnsMachines, check_namespaces
 from benchmarks.netns_cluster import NetnsCluster
-from roundelay.engine.config import EngineConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.engine.learner import Learner
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.trainer import train
 from roundelay.errors import UsageError
 from roundelay.launch.context import DistributedContext
 from roundelay.log.output import markdown_table
@@ -125,17 +125,18 @@ def real_run(context: DistributedContext, strategy: str, straggler: str, batch: 
         done += learner.worker.step_info.local_samples
 
     task = Blstm()
-    options = EngineConfig(strategy=strategy, straggler=straggler, timeout_s=120.0)
-    plan = RunConfig(
+    config = TrainConfig(
+        strategy=strategy,
+        straggler=straggler,
+        timeout_s=120.0,
         epochs=steps * batch * context.size / task.samples,
         batch=batch,
         lr=0.01,
         eval_at_checkpoint=False,
         progress="none",
-        on_step=on_step,
     )
     began = time.perf_counter()
-    train(task, context, options, plan)
+    train(task, context, config, on_step=on_step)
     return {"began": began, "first": times[0], "ended": times[-1], "samples": float(done), "steps": float(len(times))}
 
 

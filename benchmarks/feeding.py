@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.common import parser, run_main
 from roundelay.data import writer
-from roundelay.data.archive import About, Archive, Layout, encode
+from roundelay.data.archive import Archive, ArchiveMetadata, Layout, encode
 from roundelay.data.examples import Examples
 from roundelay.data.loader import PrefetchLoader
 from roundelay.errors import RoundelayError, UsageError
@@ -37,7 +37,7 @@ BLOCK, LARGER, BATCHES = 256, 20, (32, 128)
 
 def main(argv: Sequence[str]) -> int:
     p = parser(
-        "feeding", __doc__, "python -m benchmarks.feeding --json\n  python -m benchmarks.feeding recipes/spoken runs/spoken"
+        "feeding", __doc__, "python -m benchmarks.feeding --json\n  python -m benchmarks.feeding spoken runs/spoken"
     )
     p.add_argument("recipe", nargs="?", default="", metavar="RECIPE")
     p.add_argument("run", nargs="?", default="", metavar="RUN", help="its finished run directory")
@@ -83,13 +83,13 @@ def random_archive(folder: Path, blocks: int, times: int) -> Archive:
         targets = [random.integers(0, 500, LAYOUT.window).astype(np.int32) for _ in range(BLOCK)]
         numbers = np.arange(number * BLOCK, (number + 1) * BLOCK)
         data, frames = encode(LAYOUT, numbers, np.zeros((BLOCK, 2), int), values, ranges, targets)
-        once.append(writer.Encoded(data, BLOCK, frames, BLOCK * LAYOUT.window))
+        once.append(writer.EncodedBlock(data, BLOCK, frames, BLOCK * LAYOUT.window))
 
-    def repeated() -> Iterator[writer.Encoded]:
+    def repeated() -> Iterator[writer.EncodedBlock]:
         for _ in range(times):
             yield from once
 
-    return writer.write(folder, About(LAYOUT, 0, BLOCK, {}, 500), repeated())
+    return writer.write(folder, ArchiveMetadata(LAYOUT, 0, BLOCK, {}, 500), repeated())
 
 
 def delivery(archive: Archive, batch: int, repeats: int) -> dict[str, Any]:
@@ -148,19 +148,23 @@ def resident() -> int:
 
 def waiting(args: argparse.Namespace) -> dict[str, Any]:
     """The recipe's training, from an archive, with the recipe's strategy."""
+    from roundelay import config
     from roundelay.recipes import config as recipe_config
-    from roundelay.recipes import stages
+    from roundelay.recipes.network_stage import training_config
+    from roundelay.recipes.pipeline_context import PipelineContext
+    from roundelay.recipes.run_layout import aligned_run
 
-    run, recipe = stages.aligned_run(args.run), recipe_config.load(args.recipe)
+    run, recipe = aligned_run(args.run), recipe_config.load(args.recipe)
     recipe = replace(recipe, network=replace(recipe.network, packed=True))
-    work = stages.PipelineContext(recipe, run, 2, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
+    work = PipelineContext(recipe, run, 2, progress="plain")
     folder = Path(tempfile.mkdtemp(prefix="roundelay-waiting-"))
     try:
         settings = {
             **recipe.train, "learners": args.learners, "epochs": args.epochs, "eval_at_checkpoint": False,
             "checkpoint_every_epochs": 1e6, "progress": "none",
         }  # fmt: skip
-        (folder / "task.toml").write_text(stages.task_file(work, settings, work.run / "alignments", recipe.seed))
+        engine = training_config(work, settings, work.layout.alignments(), recipe.seed)
+        (folder / "task.toml").write_text(config.dumps(engine))
         command = [sys.executable, "-m", "roundelay", "train", str(folder / "task.toml"), f"run={folder / 'run'}", "--json"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if ended.returncode:

@@ -14,8 +14,7 @@ from typing import Any
 
 from benchmarks.common import log, parser, run_main
 from benchmarks.sim_probe import LearningRun, learn, one_thread
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.errors import UsageError
 from roundelay.log.output import markdown_table
 from roundelay.simulate.cluster import Cluster, ComputeModel, LinkModel, LinkModels, MachineGroup, SpeedModel
@@ -38,12 +37,12 @@ ETHERNET = Cluster(
 
 
 def run(size: int, strategy: str, settings: dict[str, Any], rate: float, epochs: float, seed: int) -> LearningRun:
-    options = EngineConfig(
-        strategy=strategy, strategy_options=settings, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs, log_every_s=1e9
-    )
-    plan = RunConfig(epochs=epochs, batch=PER_LEARNER[size], lr=rate, momentum=0.9)
+    config = TrainConfig(
+        strategy=strategy, strategy_options=settings, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs,
+        log_every_s=1e9, epochs=epochs, batch=PER_LEARNER[size], lr=rate, momentum=0.9,
+    )  # fmt: skip
     cluster = replace(ETHERNET, machines=(MachineGroup(size, 1),))
-    return learn(cluster, replace(TASK, seed=seed), options, plan, looks=1, seed=seed)
+    return learn(cluster, replace(TASK, seed=seed), config, looks=1, seed=seed)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.common import parser, run_main
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.trainer import train
 from roundelay.launch.context import DistributedContext
 from roundelay.strategies import STRATEGIES
 from roundelay.testing.pools import ProcessPool
@@ -97,7 +97,7 @@ def batches(size: int) -> list[int]:
 def learn(context: DistributedContext, who: LearningCase, rate: float, seed: int) -> float:
     """The held-out loss that a contestant ends with."""
     settings = dict(who.settings)
-    options = EngineConfig(
+    config = TrainConfig(
         strategy=who.strategy,
         topology=settings.pop("topology", "ring"),
         strategy_options=settings,
@@ -105,9 +105,13 @@ def learn(context: DistributedContext, who: LearningCase, rate: float, seed: int
         schedule="cosine",
         warmup_epochs=0.05 * who.epochs,
         log_every_s=60.0,
+        epochs=who.epochs,
+        batch=batches(context.size),
+        lr=rate,
+        momentum=0.9,
+        progress="none",
     )
-    plan = RunConfig(epochs=who.epochs, batch=batches(context.size), lr=rate, momentum=0.9, progress="none")
-    result = train(SyntheticFrames(seed=seed), context, options, plan)
+    result = train(SyntheticFrames(seed=seed), context, config)
     return float(result["metrics"]["loss"]) if "metrics" in result else float("nan")
 
 

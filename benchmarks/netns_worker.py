@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ from benchmarks.namespaces import end_with_parent
 from roundelay.bench.competitors import Competitor, destroy_process_group
 from roundelay.core import kernels
 from roundelay.core.contracts import Task
-from roundelay.engine.config import EngineConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.engine.learner import Learner
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.trainer import train
 from roundelay.errors import DataError, PeerLost
 from roundelay.fleet.store import JobStore, connect_store, serve_store
 from roundelay.launch.context import DistributedContext, create_context, single_process_context
@@ -168,13 +168,13 @@ class NetnsWorker:
     def _run(self, entry: Competitor, number: int, lr: float, momentum: float, batch: int, samples: int) -> dict[str, Any]:
         context = single_process_context("cpu") if entry.strategy == "single" else self.create_context(number)
         if entry.uses_engine:
-            return self._train_with_engine(entry, context, RunConfig(
-                epochs=samples / self.task.samples, batch=batch, lr=lr, momentum=momentum, eval_at_checkpoint=False,
-                progress="none",
+            return self._train_with_engine(context, TrainConfig(
+                strategy=entry.strategy, bind_address=self.host, timeout_s=TIMEOUT_S, epochs=samples / self.task.samples,
+                batch=batch, lr=lr, momentum=momentum, eval_at_checkpoint=False, progress="none", **dict(entry.options),
             ))  # fmt: skip
         return self._train_with_torch(entry, context, lr, momentum, batch, samples)
 
-    def _train_with_engine(self, entry: Competitor, context: DistributedContext, plan: RunConfig) -> dict[str, Any]:
+    def _train_with_engine(self, context: DistributedContext, config: TrainConfig) -> dict[str, Any]:
         """One of our strategies, in the loop that `roundelay train` runs."""
         task, buffer, run = TimedTask(self.task), self.buffer(), RunProgress()
 
@@ -186,8 +186,7 @@ class NetnsWorker:
                 with worker.shared_weights.locked() if worker.shared_weights is not None else nullcontext():
                     buffer.take(worker.w, run.samples, run.ended)
 
-        options = EngineConfig(strategy=entry.strategy, bind_address=self.host, timeout_s=TIMEOUT_S, **dict(entry.options))
-        summary = train(task, context, options, replace(plan, on_step=on_step))
+        summary = train(task, context, config, on_step=on_step)
         if run.learner is not None and run.learner.worker.is_node_leader:
             buffer.take(run.learner.flat.phi, run.samples, run.ended)  # by now the mean of all
         gossip_handle = run.learner.worker.gossip_handle if run.learner is not None else None

@@ -31,7 +31,7 @@ from roundelay.engine.config import EngineConfig
 from roundelay.engine.learner import Learner
 from roundelay.launch.context import DistributedContext
 from roundelay.strategies import STRATEGIES
-from roundelay.strategies.worker import StepInfo
+from roundelay.strategies.step import StepInfo
 from roundelay.testing.mpi_pool import MpiPool
 from roundelay.testing.pools import ProcessPool
 from roundelay.topology.resolver import SeededMatching

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from roundelay.core.flat import Flat
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.learner import Learner, innermost
-from roundelay.engine.trainer import RunConfig
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.learner import Learner
 from roundelay.errors import DataError
 from roundelay.simulate.cluster import Cluster
 from roundelay.simulate.run import SimulationResult, simulate_task
+from roundelay.strategies.base import innermost
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LearningRun:
 
 
 def learn(
-    cluster: Cluster, task: Any, options: EngineConfig, plan: RunConfig, looks: int = 12, seed: int = 0, effective: bool = False
+    cluster: Cluster, task: Any, config: TrainConfig, looks: int = 12, seed: int = 0, effective: bool = False
 ) -> LearningRun:
     """Train a task in virtual time and evaluate the mean model during the run and at the end."""
     seen: list[Probe] = []
@@ -91,10 +91,10 @@ def learn(
         ratio = effective_rate(task, flat, mean, [one.worker.w for one in watch.learners.values()]) if effective else None
         seen.append(Probe(time_s, samples, total / count, spread, ratio))
 
-    watch = MeanProbe(max(1, round(plan.epochs * task.samples / looks)), see)
-    plan = replace(plan, on_step=watch, eval_at_checkpoint=True, progress="none", checkpoint_every_epochs=1e9)
+    watch = MeanProbe(max(1, round(config.epochs * task.samples / looks)), see)
+    config = replace(config, eval_at_checkpoint=True, progress="none", checkpoint_every_epochs=1e9)
     try:
-        outcome = simulate_task(cluster, task, options, plan, seed=seed)
+        outcome = simulate_task(cluster, task, config, seed=seed, on_step=watch)
     except DataError:  # the loss is not a number any more: that is a result
         return LearningRun(None, seen, 0, float("inf"))
     strategy: Any = innermost(next(iter(watch.learners.values())).strategy)

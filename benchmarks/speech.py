@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import parser, run_main
+from benchmarks.common import log, parser, run_main
 from roundelay.errors import UsageError, did_you_mean
 from roundelay.recipes import config as recipe_config
-from roundelay.recipes import stages
-from roundelay.recipes.stages import PipelineContext
+from roundelay.recipes.decode_stage import decode_system
+from roundelay.recipes.network_stage import finish_network, train_network
+from roundelay.recipes.pipeline_context import PipelineContext
+from roundelay.recipes.run_layout import RunLayout, aligned_run, hypothesis_file
 from roundelay.speech.score import paired, read_text, score
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
@@ -40,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     p = parser(
         "speech",
         __doc__,
-        "python -m benchmarks.speech recipes/spoken runs/spoken --json\n"
-        "  python -m benchmarks.speech recipes/spoken runs/spoken network.hidden=96 train.epochs=3 --strategies adpsgd,sync",
+        "python -m benchmarks.speech spoken runs/spoken --json\n"
+        "  python -m benchmarks.speech spoken runs/spoken network.hidden=96 train.epochs=3 --strategies adpsgd,sync",
     )
     p.add_argument("recipe", metavar="RECIPE")
     p.add_argument("run", metavar="RUN", help="its finished run directory")
@@ -56,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     for name in names:
         if name not in CONTESTANTS:
             raise UsageError(f"'{name}' is not a contestant", where="--strategies", hint=did_you_mean(name, CONTESTANTS))
-    run, recipe = stages.aligned_run(args.run), recipe_config.load(args.recipe, args.overrides)
-    work = PipelineContext(recipe, run, args.jobs, lambda text: print(text, file=sys.stderr, flush=True), progress="plain")
+    run, recipe = aligned_run(args.run), recipe_config.load(args.recipe, args.overrides)
+    work = PipelineContext(recipe, run, args.jobs, progress="plain")
     report = compare(work, ["single", *(n for n in names if n != "single")], args.learners, args.seeds, args.epochs)
     print(json.dumps(report) if args.json else table(report))
     return 0
@@ -89,12 +90,12 @@ def one(work: PipelineContext, name: str, learners: int, seed: int, epochs: floa
     folder = work.run / "strategies" / f"{name}-{learners}-{seed}-{recipe_config.settings_hash(settings, work.recipe.network)}"
     done = folder / "hypotheses"
     if (done / "complete").exists():
-        work.say(f"{name}, seed {seed}: done before")
+        log(f"{name}, seed {seed}: done before")
         return done
-    work.say(f"{name}, seed {seed}: {count} learners with batches of {per_learner}")
-    stages.train_network(work, folder / "network", settings, work.run / "alignments", seed)
-    stages.finish_network(work, folder / "network", folder / "lstm")
-    stages.decode_system(work, folder, "lstm", done)
+    log(f"{name}, seed {seed}: {count} learners with batches of {per_learner}")
+    trained = train_network(work, folder / "network", settings, work.layout.alignments(), seed)
+    finish_network(work, trained, folder / "lstm")
+    decode_system(work, RunLayout(folder), "lstm", done)
     (done / "complete").write_text("")
     return done
 
@@ -105,8 +106,8 @@ def row(
     """Return the word error rate of a strategy and its difference to single with the same seeds."""
     refs = {u.id: u.words for u in corpus.utterances}
     speakers = {u.id: u.speaker for u in corpus.utterances}
-    ours = [read_text(folder / f"{set_name}.txt") for folder in mine.values()]
-    singles = [read_text(all_of_them["single", seed] / f"{set_name}.txt") for seed in mine]
+    ours = [read_text(hypothesis_file(folder, set_name)) for folder in mine.values()]
+    singles = [read_text(hypothesis_file(all_of_them["single", seed], set_name)) for seed in mine]
     rates = [score(refs, hyps, speakers).wer for hyps in ours]
     pair = paired(refs, singles, ours, speakers)
     return {

@@ -13,8 +13,7 @@ from typing import Any
 
 from benchmarks.common import log, parser, run_main
 from benchmarks.sim_probe import LearningRun, learn, one_thread
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.log.output import markdown_table
 from roundelay.simulate.cluster import (
     Cluster,
@@ -50,11 +49,11 @@ CLUSTER = Cluster(
 
 def run(strategy: str, ring: str, slowdown: float, epochs: float, seed: int = 0) -> LearningRun:
     cluster = CLUSTER if slowdown == 1 else replace(CLUSTER, straggler=(StragglerModel(slowdown, learner=SLOW_ONE),))
-    options = EngineConfig(
-        strategy=strategy, topology=ring, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs, log_every_s=1e9
-    )
-    plan = RunConfig(epochs=epochs, batch=BATCH, lr=RATE, momentum=0.9)
-    return learn(cluster, replace(TASK, seed=seed), options, plan, looks=16, seed=seed)
+    config = TrainConfig(
+        strategy=strategy, topology=ring, seed=seed, schedule="cosine", warmup_epochs=0.05 * epochs, log_every_s=1e9,
+        epochs=epochs, batch=BATCH, lr=RATE, momentum=0.9,
+    )  # fmt: skip
+    return learn(cluster, replace(TASK, seed=seed), config, looks=16, seed=seed)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from benchmarks.common import log, parser, run_main
 from benchmarks.sim_probe import MeanProbe, one_thread
 from roundelay import topology
-from roundelay.engine.config import EngineConfig
+from roundelay.engine.config import TrainConfig
 from roundelay.engine.learner import Learner
-from roundelay.engine.trainer import RunConfig
 from roundelay.errors import UsageError, did_you_mean
 from roundelay.log.output import markdown_table
 from roundelay.simulate.cluster import Cluster, MachineGroup, SpeedModel
@@ -114,11 +113,11 @@ def gradient_norm(strategy: str, ring: str, rounds: int, size: int, seed: int) -
     task = NonConvexRegression(samples=rounds * size * BATCH, seed=seed)
     norms: list[float] = []
     watch = MeanProbe(size * BATCH, lambda time, samples, mean, spread: norms.append(float(task.gradient(mean).square().sum())))
-    plan = RunConfig(
-        epochs=1.0, batch=BATCH, lr=RATE * math.sqrt(size / rounds), momentum=0.0, eval_at_checkpoint=False, progress="none",
-        checkpoint_every_epochs=1e9, on_step=watch,
+    config = TrainConfig(
+        strategy=strategy, topology=ring, log_every_s=1e9, epochs=1.0, batch=BATCH, lr=RATE * math.sqrt(size / rounds),
+        momentum=0.0, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=1e9,
     )  # fmt: skip
-    simulate_task(cluster_of(size), task, EngineConfig(strategy=strategy, topology=ring, log_every_s=1e9), plan, seed=seed)
+    simulate_task(cluster_of(size), task, config, seed=seed, on_step=watch)
     return sum(norms) / len(norms)
 
 
@@ -195,12 +194,11 @@ def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list
                 done = sum(writes) / size
             seen.append((done, float((all_w - all_w.mean(0)).square().sum())))
 
-    plan = RunConfig(
-        epochs=1.0, batch=1, lr=0.0, momentum=0.0, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=1e9,
-        on_step=on_step,
+    config = TrainConfig(
+        strategy=strategy, topology=ring, seed=seed, log_every_s=1e9, epochs=1.0, batch=1, lr=0.0, momentum=0.0,
+        eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=1e9,
     )  # fmt: skip
-    options = EngineConfig(strategy=strategy, topology=ring, seed=seed, log_every_s=1e9)
-    simulate_task(cluster_of(size, even=True), ZeroGradientTask(size * rounds), options, plan, seed=seed)
+    simulate_task(cluster_of(size, even=True), ZeroGradientTask(size * rounds), config, seed=seed, on_step=on_step)
     floor = 1e-24 * seen[0][1]
     good = [(r, s) for r, s in seen[1:] if s > floor]
     gone = [(r, 0.0) for r, s in seen[len(good) + 1 :][:1]]  # by luck of the draw all may agree at once
@@ -209,7 +207,7 @@ def spreads(strategy: str, ring: str, size: int, rounds: int, seed: int) -> list
 
 def predicted_contraction(strategy: str, ring: str, size: int) -> float:
     if strategy == "dpsgd":
-        return topology.spectrum(topology.neighbour_matrix(ring, size)).second ** 2
+        return topology.spectrum(topology.neighbor_matrix(ring, size)).second ** 2
     return topology.contraction(ring, size)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 from drawing import DARK, LIGHT
@@ -142,7 +143,7 @@ def walk_gradient() -> Diagram:
         x, y = left + column * step_x, top + row * step_y
         diagram.box(x, y, wide, high, name, text, kind)
         corners.append((x, y))
-    for (x0, y0), (x1, y1) in zip(corners, corners[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(corners):
         if y0 == y1:
             diagram.arrow([(x0 + wide, y0 + high / 2), (x1, y1 + high / 2)])
         else:

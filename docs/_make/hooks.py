@@ -59,7 +59,7 @@ def mathematics(markdown: str) -> str:
     def formula(match: re.Match[str]) -> str:
         if match[1] is not None:
             return f'\n<div class="formula">{convert(match[1].strip(), display="block")}</div>\n'
-        return str(convert(match[2]))
+        return f"<span>{convert(match[2])}</span>"  # a line that begins with <math> would end the paragraph
 
     parts = CODE.split(markdown)
     return "".join(part if number % 2 else FORMULA.sub(formula, part) for number, part in enumerate(parts))

@@ -15,6 +15,11 @@ from typing import Any
 DOCS = Path(__file__).parents[1]
 RESULTS = DOCS.parent / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: made by docs/_make/measured.py -->", "<!-- end of measured -->"
+ELSEWHERE = {
+    "adaptive_kstep": "[K-step averaging](../simulated.md#k-step-averaging) compares it with fixed K in virtual time.",
+    "kaldi_averaging": "[The benchmark of averaging](../averaging.md#the-benchmark) compares persistent learners with jobs as Kaldi starts them.",
+}
+"""Strategy -> where its own benchmark is described."""
 LINKS = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
 
 
@@ -102,7 +107,8 @@ def buffers(name: str) -> list[tuple[str, str, str]]:
 def block(name: str) -> str:
     metrics = [*throughput(name), *network(name), *hierarchy(name), *learning(name), *buffers(name)]
     if not metrics:
-        return f"{BEGIN}\n\nAll other strategies are compared with this one.\n\n{END}"
+        text = ELSEWHERE.get(name, "All other strategies are compared with this one.")
+        return f"{BEGIN}\n\n{text}\n\n{END}"
     lines = [
         "| metric | value | section |",
         "|---|---|---|",

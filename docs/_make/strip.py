@@ -2,7 +2,7 @@
 
 The runs write an event per step (log_every_s=0.01). Learner 1 is slowed down to a third of its speed:
 
-    roundelay train examples/blstm.toml learners=2 straggler=1:3.0 log_every_s=0.01 epochs=0.08 task_options.samples=8192 \\
+    roundelay train blstm learners=2 straggler=1:3.0 log_every_s=0.01 epochs=0.08 task_options.samples=8192 \\
         eval_at_checkpoint=false strategy=sync run=runs/strip-sync             # and the same with strategy=adpsgd
 
     python docs/_make/strip.py record runs/strip-sync runs/strip-adpsgd        record docs/pictures/straggler.json

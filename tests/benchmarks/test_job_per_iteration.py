@@ -15,8 +15,8 @@ from packed import corpus, packed
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.trainer import train
 from roundelay.launch.context import DistributedContext
 from roundelay.launch.threads import run_threads
 from roundelay.recipes.packed_task import PackedTask
@@ -67,17 +67,14 @@ def test_jobs_end_where_persistent_learners_end(script: Any, task: PackedTask, t
     results = script.run(arguments(task, tmp_path, optimizer=optimizer))
     assert results["iterations"] == -(-task.samples // (JOBS * BATCH * STEPS))
     # `ngsgd` keeps its factors over an average where a job forgets them: forgotten here, too, for this comparison
-    options = EngineConfig(
+    config = TrainConfig(
         strategy="kstep", strategy_options={"K": STEPS, "state": "reset"}, deterministic_reduce=True, schedule="cosine",
-        warmup_epochs=0.2, max_grad_norm=1.0,
+        warmup_epochs=0.2, max_grad_norm=1.0, epochs=1.0, batch=BATCH, lr=RATE, momentum=0.5, optimizer=optimizer,
+        run=str(tmp_path / "run"), eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=100,
     )  # fmt: skip
 
     def learn(context: DistributedContext) -> None:
-        plan = RunConfig(
-            epochs=1.0, batch=BATCH, lr=RATE, momentum=0.5, optimizer=optimizer, run=tmp_path / "run", eval_at_checkpoint=False,
-            progress="none", checkpoint_every_epochs=100,
-        )  # fmt: skip
-        train(task, context, options, plan)
+        train(task, context, config)
 
     run_threads(learn, size=JOBS)
     jobs, learners = (load_file(str(tmp_path / p / "model.safetensors")) for p in ("out/final", "run"))

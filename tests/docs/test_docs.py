@@ -1,4 +1,4 @@
-"""The documentation says what the code does: pages, settings, links and metrics are compared with the source."""
+"""Links, settings, traits and computed tables of the documentation agree with the code."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that headings make, as GitHub makes them."""
+    """Return the anchors of the headings, as GitHub derives them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith("http"):
             continue
         path, _, anchor = target.partition("#")
-        found = (page.parent / path).resolve() if path else page
-        assert found.exists(), f"{page.name} links to {target}"
-        assert not anchor or anchor in anchors(found), f"{page.name} links to {target}, which has {sorted(anchors(found))}"
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}, which has {sorted(anchors(file))}"
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_has_a_page_that_names_its_settings_and_traits(name: str) -> None:
+def test_every_strategy_has_a_page_with_its_settings_and_traits(name: str) -> None:
     text = (ROOT / "docs" / "strategies" / f"{name}.md").read_text()
-    said = describe(name)
-    for setting in said["settings"]:
+    description = describe(name)
+    for setting in description["settings"]:
         assert f"`{setting}`" in text, setting
-    for title in ("## Who sends what, when", "## When to use it", "## What to set", "## Known weaknesses", "## Traits"):
+    for title in ("## Communication", "## When to use it", "## Settings", "## Measured", "## Known weaknesses", "## Traits"):
         assert title in text
-    if name != "hierarchical":  # it has those of the strategy between its machines
-        row = text.splitlines()[-1]
-        assert row.split("|")[1].split()[0] == said["traits"]["sharding"]
-        assert ("no" if not said["traits"]["survives_failures"] else "yes") in row.split("|")[5]
-        assert row.split("|")[6].strip().startswith(said["traits"]["optimizer_state"])
+    if name != "hierarchical":  # it has the traits of the strategy between its nodes
+        traits = description["traits"]
+        cells = [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]]
+        assert cells[0].split()[0] == traits["sharding"]
+        for cell, trait in zip(cells[1:5], ("deterministic", "conserves_mean", "contracts", "survives_failures"), strict=True):
+            assert cell.startswith("yes" if traits[trait] else "no"), trait
+        assert cells[5].startswith(traits["optimizer_state"])
 
 
 def test_the_readme_lists_every_strategy() -> None:
@@ -54,18 +56,19 @@ def test_the_readme_lists_every_strategy() -> None:
     assert re.findall(r"^\| \[(\w+)\]\(docs/strategies/\1\.md\)", text, re.MULTILINE) == list(STRATEGIES)
 
 
-def test_the_table_of_settings_is_complete_and_has_the_defaults() -> None:
-    rows = re.findall(r"^\| ((?:`\w+` ?)+)\| (.*?) \|", (ROOT / "docs" / "run.md").read_text(), re.MULTILINE)
-    said: dict[str, str] = {}
-    for names, defaults in rows:
-        keys, values = re.findall(r"`(\w+)`", names), defaults.replace("`", "").split()
-        said |= dict(zip(keys, values if len(values) == len(keys) else [""] * len(keys), strict=True))
-    for field in fields(TrainConfig):
-        assert field.name in said, field.name
-        if said.get(field.name) and field.name != "run":
-            default = getattr(TrainConfig(), field.name)
-            written = said[field.name]
-            assert written == default if isinstance(default, str) else json.loads(written) == default, field.name
+def test_the_reference_lists_every_setting() -> None:
+    text = (ROOT / "docs" / "reference" / "settings.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == sorted(field.name for field in fields(TrainConfig))
+
+
+def test_the_first_settings_have_their_defaults() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs" / "run.md").read_text(), re.MULTILINE)
+    documented = {key: text.strip("`") for key, text in rows if key in {field.name for field in fields(TrainConfig)}}
+    assert {"strategy", "topology", "learners", "batch", "lr", "epochs", "run", "resume"} <= set(documented)
+    for key, text in documented.items():
+        default = getattr(TrainConfig(), key)
+        if key != "run":  # a name that is chosen by the command
+            assert text == default if isinstance(default, str) else json.loads(text) == default, key
 
 
 def test_the_table_of_topologies_is_what_the_command_prints() -> None:
@@ -90,6 +93,6 @@ def test_the_spread_that_mixing_leaves_is_computed_from_the_contraction() -> Non
     rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
     assert len(rows) >= 5
     for size, *metrics in rows:
-        said = [tuple(metrics[:2]), tuple(metrics[2:])]
-        found = [topology.contraction(name, int(size)) for name in ("ring", "random_ring")]
-        assert said == [(f"{c:.3f}", f"{c / (1 - c):.1f}") for c in found]
+        cells = [tuple(metrics[:2]), tuple(metrics[2:])]
+        factors = [topology.contraction(name, int(size)) for name in ("ring", "random_ring")]
+        assert cells == [(f"{c:.3f}", f"{c / (1 - c):.1f}") for c in factors]

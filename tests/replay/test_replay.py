@@ -15,8 +15,8 @@ from tasks import Dots
 
 from roundelay.cli.main import main
 from roundelay.core.update_log import FIELDS, FOLDER, Op
-from roundelay.engine.config import EngineConfig
-from roundelay.engine.trainer import RunConfig, train
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.trainer import train
 from roundelay.errors import DataError, UsageError
 from roundelay.launch.context import DistributedContext
 from roundelay.launch.threads import run_threads
@@ -25,29 +25,31 @@ from roundelay.replay.replay import Replay, check_settings
 from roundelay.testing.tasks import SyntheticFrames
 
 SMALL = SyntheticFrames(samples=240, held_out=8, hidden=6, frames=5)
-PLAN = RunConfig(
+CONFIG = TrainConfig(
+    strategy="adpsgd",
     epochs=2,
     batch=4,
     lr=0.2,
     eval_at_checkpoint=False,
     progress="none",
     checkpoint_every_epochs=100,
-    record_settings={"seed": 0},
 )
 
 
-def train_recorded(context: DistributedContext, task: Any, options: EngineConfig, plan: RunConfig) -> None:
-    train(task, context, options, plan)
+def train_plain(context: DistributedContext, task: Any, config: TrainConfig) -> None:
+    train(task, context, config)
 
 
-def recorded(
-    runner: Any, run: Path, task: Any = SMALL, size: int = 4, machines: int = 0, plan: RunConfig = PLAN, **options: Any
-) -> Any:
+def train_recorded(context: DistributedContext, task: Any, config: TrainConfig) -> None:
+    train(task, context, config, record_settings={"seed": 0})
+
+
+def recorded(runner: Any, run: Path, task: Any = SMALL, size: int = 4, machines: int = 0, **settings: Any) -> Any:
     """Record a run, replay it, and return the comparison."""
-    config, plan = EngineConfig(**options), replace(plan, run=run)
-    runner(train_recorded, task, config, plan, size=size, simulate_nodes=machines)
+    config = replace(CONFIG, run=str(run), **settings)
+    runner(train_recorded, task, config, size=size, simulate_nodes=machines)
     log = read_run_log(run)
-    again = Replay(task, config, plan, log)
+    again = Replay(task, config, log)
     again.run()
     return again.compare(run)
 
@@ -78,22 +80,20 @@ def test_a_hierarchy_is_replayed_bit_for_bit(crew: Crew, tmp_path: Path, backend
 
 @pytest.mark.dist
 def test_dropout_adam_and_schedule_are_replayed(crew: Crew, tmp_path: Path) -> None:
-    plan = replace(PLAN, optimizer="adam", lr=0.01)
-    comparison = recorded(
-        crew.on("shm"), tmp_path, Dots(dropout=0.3), plan=plan, strategy="adpsgd", schedule="cosine", max_grad_norm=1.0
-    )
+    settings = {"optimizer": "adam", "lr": 0.01, "schedule": "cosine", "max_grad_norm": 1.0}
+    comparison = recorded(crew.on("shm"), tmp_path, Dots(dropout=0.3), **settings)
     assert comparison["equal"], comparison
 
 
 def test_another_order_gives_different_weights(tmp_path: Path) -> None:
     """The comparison can fail: with an update and an exchange swapped, the weights differ."""
-    options, plan = EngineConfig(strategy="adpsgd"), replace(PLAN, run=tmp_path)
-    run_threads(train_recorded, SMALL, options, plan, size=2)
+    config = replace(CONFIG, run=str(tmp_path))
+    run_threads(train_recorded, SMALL, config, size=2)
     log = read_run_log(tmp_path)
     order = log.orders[0]
     at = next(n for n in range(2, len(order) - 2) if order[n].kind is Op.UPDATE and order[n + 1].kind is Op.PAIR_AVERAGE)
     order[at], order[at + 1] = order[at + 1], order[at]
-    again = Replay(SMALL, options, plan, log)
+    again = Replay(SMALL, config, log)
     again.run()
     comparison = again.compare(tmp_path)
     assert not comparison["equal"]
@@ -101,9 +101,7 @@ def test_another_order_gives_different_weights(tmp_path: Path) -> None:
 
 
 def test_without_record_order_there_is_no_log(tmp_path: Path) -> None:
-    run_threads(
-        train_recorded, SMALL, EngineConfig(strategy="adpsgd"), replace(PLAN, run=tmp_path, record_settings=None), size=2
-    )
+    run_threads(train_plain, SMALL, replace(CONFIG, run=str(tmp_path)), size=2)
     assert not (tmp_path / FOLDER).exists()
     with pytest.raises(DataError, match="no recorded order"):
         read_run_log(tmp_path)
@@ -112,7 +110,7 @@ def test_without_record_order_there_is_no_log(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
-    run_threads(train_recorded, SMALL, EngineConfig(strategy="adpsgd"), replace(PLAN, run=folder), size=2)
+    run_threads(train_recorded, SMALL, replace(CONFIG, run=str(folder)), size=2)
     return folder
 
 
@@ -148,24 +146,18 @@ def test_a_log_of_other_settings_or_another_task_is_an_error(run: Path) -> None:
     with pytest.raises(DataError, match=r"seed must be 0 .* \(got 7\)"):
         check_settings(log, {"seed": 7}, "here")
     with pytest.raises(DataError, match="samples"):
-        Replay(replace(SMALL, samples=10), EngineConfig(), PLAN, log)
+        Replay(replace(SMALL, samples=10), CONFIG, log)
     with pytest.raises(DataError, match="parameters"):
-        Replay(replace(SMALL, hidden=7), EngineConfig(), PLAN, log).run()
+        Replay(replace(SMALL, hidden=7), CONFIG, log).run()
     with pytest.raises(DataError, match="does not fit"):
-        Replay(SMALL, EngineConfig(strategy="asgd"), PLAN, log).run()
+        Replay(SMALL, replace(CONFIG, strategy="asgd"), log).run()
 
 
 def test_a_resumed_run_cannot_be_recorded(tmp_path: Path) -> None:
-    plan = replace(PLAN, run=tmp_path, record_settings=None)
-    run_threads(train_recorded, SMALL, EngineConfig(strategy="adpsgd"), plan, size=2)
-    with pytest.raises(UsageError, match="begins with its run"):
-        run_threads(
-            train_recorded,
-            SMALL,
-            EngineConfig(strategy="adpsgd"),
-            replace(plan, record_settings={}, resume="auto", epochs=3),
-            size=2,
-        )
+    config = replace(CONFIG, run=str(tmp_path))
+    run_threads(train_plain, SMALL, config, size=2)
+    with pytest.raises(UsageError, match="a run that starts at 0"):
+        run_threads(train_recorded, SMALL, replace(config, resume="auto", epochs=3), size=2)
 
 
 def test_the_command_replays_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,17 +11,17 @@ import pytest
 from roundelay.errors import UsageError
 from roundelay.simulate import cluster as clusters
 from roundelay.simulate.cluster import from_tree
-from roundelay.simulate.memory import check_fit, need
+from roundelay.simulate.memory import check_fit, memory_need
 from roundelay.strategies import build
 
 
 def test_presets_say_where_every_figure_comes_from() -> None:
     assert {"p100-16", "v100-4x8", "v100-8x8", "v100-128"} <= set(clusters.presets())
     for name in clusters.presets():
-        made = clusters.load(name)
-        assert made.name == name
+        cluster = clusters.load(name)
+        assert cluster.name == name
         for figure in ("machines", "learner.seconds_per_sample", "link.between.gbit_per_s", "memory.device_gb_per_s"):
-            assert made.sources[figure].split(":")[0] in ("found", "derived", "assumed", "remembered, not confirmed")
+            assert cluster.sources[figure].split(":")[0] in ("found", "derived", "assumed", "remembered, not confirmed")
     assert clusters.load("v100-8x8").learners == 64
     assert len(set(clusters.load("v100-128").machine_names())) == 32
 
@@ -81,8 +81,8 @@ def test_unknown_presets_and_unreadable_files(tmp_path: Path) -> None:
 def test_more_than_fits_is_refused() -> None:
     traits = build("adpsgd").traits
     small = from_tree({"machines": [{"learners": 8, "memory_gb": 1.0}], "learner": {"memory_gb": 0.5}})
-    check_fit(small, need(10_000_000, traits, learners=8), 10_000_000)
+    check_fit(small, memory_need(10_000_000, traits, learners=8), 10_000_000)
     with pytest.raises(UsageError, match=r"0\.6 GB per learner"):
-        check_fit(small, need(50_000_000, traits, learners=8), 50_000_000)
+        check_fit(small, memory_need(50_000_000, traits, learners=8), 50_000_000)
     with pytest.raises(UsageError, match=r"8 x 0\.24 GB of host memory"):
-        check_fit(small, need(20_000_000, traits, learners=8), 20_000_000)
+        check_fit(small, memory_need(20_000_000, traits, learners=8), 20_000_000)

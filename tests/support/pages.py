@@ -148,7 +148,7 @@ def without_comment(text: str) -> str:
 
 def is_pattern(text: str) -> bool:
     """Return True if a command has placeholders: NAMES IN CAPITALS, key=value, an ellipsis."""
-    return bool(re.search(r"(?:^|[\s=])[A-Z][A-Z_]*\b(?!=)|key=value|…|\.\.\.", text))
+    return bool(re.search(r"(?:^|[\s=]|benchmarks\.)[A-Z][A-Z_]*\b(?!=)|key=value|…|\.\.\.", text))
 
 
 # ------------------------------------------------------------------------------------------------ comparing output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import runpy
 import shlex
@@ -45,8 +46,7 @@ class Sandbox:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copytree(ROOT / "examples", folder / "examples", dirs_exist_ok=True)
-        for name in ("recipes", "docs"):
-            (folder / name).symlink_to(ROOT / name)
+        (folder / "docs").symlink_to(ROOT / "docs")
         (folder / "benchmarks" / "results").mkdir(parents=True)
         (folder / "runs").mkdir()
         self.module = types.ModuleType("page")
@@ -90,7 +90,15 @@ class Sandbox:
     def _here(self, words: list[str]) -> Outcome:
         with self._inside() as (out, err):
             try:
-                if words[0] == "python":
+                if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
+                    sys.path.insert(0, str(ROOT))
+                    code = int(importlib.import_module(words[2]).main(words[3:]) or 0)
+                elif words[:2] == ["python", "-m"]:
+                    sys.path.insert(0, str(ROOT))
+                    sys.argv = words[2:]
+                    runpy.run_module(words[2], run_name="__main__")
+                    code = 0
+                elif words[0] == "python":
                     sys.argv = words[1:]
                     sys.path.insert(0, str((self.folder / words[1]).parent))
                     runpy.run_path(words[1], run_name="__main__")

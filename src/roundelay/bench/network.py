@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="roundelay bench network",
         description=__doc__.split("\n")[0],
-        epilog="examples: roundelay bench network learners=4;  torchrun … -m roundelay bench network examples/blstm.toml",
+        epilog="examples: roundelay bench network learners=4;  torchrun … -m roundelay bench network blstm",
     )
     add_common_arguments(parser)
     args = parser.parse_args(argv)

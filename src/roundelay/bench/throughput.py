@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="roundelay bench throughput",
         description=__doc__.split("\n")[0],
-        epilog="examples: roundelay bench throughput --quick;  roundelay bench throughput examples/frames.toml learners=4",
+        epilog="examples: roundelay bench throughput --quick;  roundelay bench throughput frames learners=4",
     )
     add_common_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default %(default)s)")

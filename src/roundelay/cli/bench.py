@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 BENCHES = {"throughput": "roundelay.bench.throughput", "network": "roundelay.bench.network"}
 EXAMPLES = """  roundelay bench throughput --quick
-  sudo roundelay bench network --quick"""
+  roundelay bench network --quick"""
 
 
 def main(argv: Sequence[str]) -> int:
