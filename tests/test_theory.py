@@ -48,7 +48,8 @@ def engine(task: Fit, strategy: str, size: int = SIZE, **options: Any) -> list[n
 
     def job(context: DistributedContext) -> None:
         config = TrainConfig(
-            strategy=strategy, **options, epochs=ROUNDS * size * BATCH / task.samples, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none",
+            strategy=strategy, **options, epochs=ROUNDS * size * BATCH / task.samples, batch=BATCH, lr=RATE, momentum=0.0,
+            eval_at_checkpoint=False, progress="none",
         )  # fmt: skip
         train(task, context, config, on_step=lambda learner: path[context.rank].append(learner.worker.w.clone().numpy()))
 
@@ -150,7 +151,7 @@ def test_adpsgd_in_any_order_is_pair_matrices_and_stale_gradients(task: Fit, see
         measured[rank].append(worker.w.clone().numpy())
 
     again = Replay(task, TrainConfig(strategy="adpsgd", lr=RATE, momentum=0.0), record)
-    again.play(watch)
+    again.run(watch)
     pieces = [[(p.epoch, p.start, p.stop) for p in steps] for steps in record.steps]
     path = trajectory(first_weights(task, SIZE), asynchronous(SIZE, order), gradient_of(task, pieces))
     happened = [event for event in order if not isinstance(event, Read)]
