@@ -188,8 +188,8 @@ def merged_order(record: RunLog) -> list[ModelEvent]:
 def test_a_recorded_run_is_the_model_of_its_own_order(tmp_path: Path) -> None:
     task = Fit(hidden=6, samples=120)
     config = TrainConfig(
-        strategy="adpsgd", epochs=3, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=9,
-        run=str(tmp_path),
+        strategy="adpsgd", epochs=3, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none",
+        checkpoint_every_epochs=9, run=str(tmp_path),
     )  # fmt: skip
     run_threads(lambda context: train(task, context, config, record_settings={}), size=SIZE, timeout_s=60)
     record = read_run_log(tmp_path)
