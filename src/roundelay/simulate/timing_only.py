@@ -31,7 +31,7 @@ class TimingOnlyTask:
     """A task with `samples` samples whose gradients take modeled time and are empty."""
 
     samples: int
-    zero: _ZeroLoss = _ZeroLoss()  # noqa: RUF009 - it has no state
+    zero: _ZeroLoss = _ZeroLoss()
 
     def build(self) -> nn.Module:
         return _OneParameter()
