@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from roundelay.errors import RoundelayError, UsageError, did_you_mean
+from roundelay.log import configure
 from roundelay.report.svg import Series, line_chart
 
 Points = Sequence[tuple[float, float]]
@@ -48,6 +49,7 @@ def select_names(text: str, table: Mapping[str, object], option: str) -> list[st
 
 def run_main(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a benchmark as a program: errors become messages and exit codes."""
+    configure()  # stages of recipes report their progress by logging
     try:
         code = main(sys.argv[1:])
     except RoundelayError as error:

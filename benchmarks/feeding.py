@@ -36,9 +36,7 @@ BLOCK, LARGER, BATCHES = 256, 20, (32, 128)
 
 
 def main(argv: Sequence[str]) -> int:
-    p = parser(
-        "feeding", __doc__, "python -m benchmarks.feeding --json\n  python -m benchmarks.feeding spoken runs/spoken"
-    )
+    p = parser("feeding", __doc__, "python -m benchmarks.feeding --json\n  python -m benchmarks.feeding spoken runs/spoken")
     p.add_argument("recipe", nargs="?", default="", metavar="RECIPE")
     p.add_argument("run", nargs="?", default="", metavar="RUN", help="its finished run directory")
     p.add_argument("--blocks", type=int, default=48, help=f"blocks of {BLOCK} examples in the small archive")

@@ -1,6 +1,6 @@
 """K-step averaging with learning in virtual time: what a larger K costs and saves.
 
-The example task on 4 and on 20 learners, with equal samples: fixed K from 1 to 64, the adaptive rule of `kstep`, ASGD at
+The example task on 4 and on 20 learners, with equal samples: fixed K from 1 to 64, the rule of `adaptive_kstep`, ASGD at
 four rates, and `single`. Reported are the held-out loss, the averages and bytes per learner, and the virtual time on a
 network of 1 Gbit/s. All but ASGD use one rate, tuned for `single`.
 """
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 def contestants(fixed: Sequence[int]) -> list[tuple[str, str, dict[str, Any], float]]:
     """(name, strategy, settings, rate)."""
     rows: list[tuple[str, str, dict[str, Any], float]] = [(f"K = {K}", "kstep", {"K": K}, RATE) for K in fixed]
-    rows.append(("adaptive K", "kstep", {"K": 8, "adaptive": True}, RATE))
+    rows.append(("adaptive K", "adaptive_kstep", {"K": 8}, RATE))
     rows += [(f"asgd, rate x {r:g}", "asgd", {}, RATE * r) for r in ASGD_RATES]
     return rows
 

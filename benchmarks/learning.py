@@ -51,7 +51,6 @@ CONTESTANTS: dict[str, LearningCase] = {
     if name != "single"
 }
 CONTESTANTS["adpsgd_random"] = LearningCase("adpsgd", (("topology", "random_ring"),))
-CONTESTANTS["kstep_adaptive"] = LearningCase("kstep", (("adaptive", True),))
 ALONE = ("single", "half")
 
 

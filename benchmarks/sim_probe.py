@@ -21,6 +21,7 @@ from roundelay.engine.learner import Learner
 from roundelay.errors import DataError
 from roundelay.simulate.cluster import Cluster
 from roundelay.simulate.run import SimulationResult, simulate_task
+from roundelay.strategies.adaptive_kstep import AdaptiveKStep
 from roundelay.strategies.base import innermost
 
 
@@ -120,7 +121,7 @@ def effective_rate(task: Any, flat: Flat, mean: Tensor, each: Sequence[Tensor]) 
 def averages_of(strategy: Any, outcome: SimulationResult) -> int:
     """Return the number of averages per learner."""
     steps = outcome.steps // max(outcome.learners, 1)
-    if hasattr(strategy, "adaptive") and strategy.adaptive:
+    if isinstance(strategy, AdaptiveKStep):
         return int(strategy.averages)
     if hasattr(strategy, "K"):
         return steps // int(strategy.K)

@@ -157,7 +157,7 @@ def test_adpsgd_in_any_order_is_pair_matrices_and_stale_gradients(task: Fit, see
         measured[rank].append(worker.w.clone().numpy())
 
     again = Replay(task, TrainConfig(strategy="adpsgd", lr=RATE, momentum=0.0), record)
-    again.play(watch)
+    again.run(watch)
     pieces = [[(p.epoch, p.start, p.stop) for p in steps] for steps in record.steps]
     path = trajectory(first_weights(task, SIZE), asynchronous(SIZE, order), gradient_of(task, pieces))
     happened = [event for event in order if not isinstance(event, Read)]
@@ -194,8 +194,8 @@ def merged_order(record: RunLog) -> list[ModelEvent]:
 def test_a_recorded_run_is_the_model_of_its_own_order(tmp_path: Path) -> None:
     task = Fit(hidden=6, samples=120)
     config = TrainConfig(
-        strategy="adpsgd", epochs=3, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none", checkpoint_every_epochs=9,
-        run=str(tmp_path),
+        strategy="adpsgd", epochs=3, batch=BATCH, lr=RATE, momentum=0.0, eval_at_checkpoint=False, progress="none",
+        checkpoint_every_epochs=9, run=str(tmp_path),
     )  # fmt: skip
     run_threads(lambda context: train(task, context, config, record_settings={}), size=SIZE, timeout_s=60)
     record = read_run_log(tmp_path)

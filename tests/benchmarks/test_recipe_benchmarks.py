@@ -38,6 +38,6 @@ def test_a_missing_pretrained_network_is_an_error(
     monkeypatch.chdir(tmp_path)
     assert main.main(["run", RECIPE, "run=mine", "network.init_from=nowhere"]) == 2
     message = capsys.readouterr().err
-    assert "there is no recipe, run or model 'nowhere' to start from" in message
+    assert "init_from must be a recipe, a run or a model folder (got 'nowhere')" in message
     assert "network.init_from" in message
     assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -21,6 +22,8 @@ from command import Jobs, descendants
 from benchmarks import BENCHES, batches, ksteps, published_scaling, stragglers, theory
 from roundelay import topology
 
+IMPORT_CPU_S = 8.0
+"""CPU time above that of imports: a process that has used more computes a cell, which takes half a minute."""
 TINY = {"samples": 320, "held_out": 16, "hidden": 4, "frames": 4, "phones": 3, "features": 4}
 
 
@@ -154,12 +157,20 @@ def test_a_cell_of_the_grid_learns_and_the_control_has_noise(monkeypatch: pytest
     assert report[3]["spread"] < 1e-6  # looked at between rounds, never in the middle of one
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process, or 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_grid_and_its_processes(number: int, jobs: Jobs) -> None:
     job = jobs.start(sys.executable, "-m", "benchmarks.batches", "--jobs", "2", "--keep", "kept.jsonl")
-    job.until(lambda: len(list(descendants(job.process.pid))) >= 2, "two processes")
-    time.sleep(3.0)  # until they compute; earlier the interpreter may still be starting
+    job.until(lambda: sum(cpu_seconds(pid) > IMPORT_CPU_S for pid in descendants(job.process.pid)) >= 2, "two cells", 120.0)
     children = list(descendants(job.process.pid))
     job.signal(number)
     job.end(20.0).expect(130)  # a cell takes half a minute and more

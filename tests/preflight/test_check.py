@@ -48,7 +48,7 @@ def test_a_full_disk_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_clock_skew_warns_and_unreachable_ranks_fail() -> None:
-    fine, skewed, closed = check.judged(
+    fine, skewed, closed = check.link_results(
         [MeasuredLink(0, 1, 500.0, 0.1, 0.002), MeasuredLink(0, 2, 90.0, 1.0, -7.5), MeasuredLink(1, 2, error="no")]
     )
     assert fine.state == "ok"

@@ -135,8 +135,8 @@ def test_the_command_plans_a_recipe(files: tuple[str, str], capsys: pytest.Captu
     [
         (["parameters=100000000000"], "needs"),
         (["learners=99"], "(got 99)"),
-        (["samples=0"], "samples=0"),
-        (["model=nothing"], "no model"),
+        (["samples=0"], "samples must be >= 1 (got 0)"),
+        (["model=nothing"], "unknown model preset 'nothing'"),
         (["strategi=sync"], "strategi"),
     ],
 )

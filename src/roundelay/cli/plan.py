@@ -27,7 +27,7 @@ class PlanConfig:
 
     cluster: str = setting("", help="A preset (roundelay list clusters) or a TOML file.")
     learners: int = setting(0, minimum=0, help="Use the first N learners of the cluster; 0 uses all.")
-    samples: int = setting(0, minimum=0, help="Samples per epoch; default: the task's.")
+    samples: int | None = setting(None, minimum=1, help="Samples per epoch; default: the task's.")
     parameters: int = setting(0, minimum=0, help="Parameters of the model; default: the task's.")
     model: str = setting("", help="Acoustic model by name (roundelay list models), in place of parameters.")
     rank: int = setting(-1, minimum=-1, help="With --what-if: the slow rank.")
