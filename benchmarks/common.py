@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from roundelay.errors import RoundelayError, UsageError, did_you_mean
-from roundelay.report.svg_charts import Series, lines
+from roundelay.report.svg import Series, line_chart
 
 Points = Sequence[tuple[float, float]]
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#7d3c98", "#b9770e", "#566573")
@@ -66,7 +66,7 @@ def chart(title: str, x_label: str, y_label: str, curves: Mapping[str, Points], 
     """Return an SVG chart with a legend; an empty string if there is no finite point."""
     finite = {name: sorted(p for p in points if math.isfinite(p[1])) for name, points in curves.items()}
     series = [Series(name, n % len(COLORS), points, True) for n, (name, points) in enumerate(finite.items()) if points]
-    drawing = lines(series, title, x_label, y_label, zero=zero, log=False)
+    drawing = line_chart(series, title, x_label, y_label, zero=zero, log=False)
     if not drawing:
         return ""
     names = "".join(

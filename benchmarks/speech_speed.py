@@ -15,23 +15,23 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import parser, run_main
+from roundelay.recipes.run_layout import RunLayout, aligned_run
 from roundelay.recipes.speaker_adaptation import adapt_unsupervised, stream_for
-from roundelay.recipes.stages import aligned_run
-from roundelay.recipes.systems import graph_of, open_system
-from roundelay.speech.corpora.data_dir import Corpus, read_data_dir
+from roundelay.recipes.systems import chosen_scale, open_system
+from roundelay.speech.corpora.kaldi_dir import read_data_dir
+from roundelay.speech.corpora.utterance import Corpus
 from roundelay.speech.decode import DecodeOptions, Decoder
 from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore
 from roundelay.speech.graph.hclg import load_graph
 from roundelay.speech.hmm.em_workers import EmWorkers
-from roundelay.speech.hmm.hmm import AlignmentModel
+from roundelay.speech.hmm.model import AlignmentModel
 from roundelay.speech.hmm.lexicon import Lexicon
 
 UTTERANCES = 150
@@ -98,21 +98,19 @@ def _features(corpus: Corpus, store: FeatureStore) -> None:
 
 def _alignment_pass(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
     model, lexicon = AlignmentModel.load(run / system), Lexicon.read(run / "data" / "lexicon.txt")
-    crew = EmWorkers([(u.id, u.words) for u in corpus.utterances], store, lexicon, 1)
+    workers = EmWorkers([(u.id, u.words) for u in corpus.utterances], store, lexicon, 1)
 
     def job() -> None:
-        crew.call("train", model, True)
+        workers.call("accumulate", model, True)
 
     return job
 
 
 def _decoding(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
-    scale = json.loads((run / "decode" / system / "scale.json").read_text())["acoustic_scale"]
-    model, stream = (
-        open_system(run, system),
-        stream_for(run, system, store, partial(adapt_unsupervised, run, store, progress="none")),
-    )
-    decoder = Decoder(load_graph(run / graph_of(system)), replace(DecodeOptions(), acoustic_scale=scale))
+    layout = RunLayout(run)
+    model = open_system(layout, system)
+    stream = stream_for(layout, system, store, partial(adapt_unsupervised, layout, store, progress="none"))
+    decoder = Decoder(load_graph(layout.graph(system)), DecodeOptions(acoustic_scale=chosen_scale(layout, system)))
 
     def job() -> None:
         for utterance in corpus.utterances:
