@@ -140,8 +140,16 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (["kaldi.dev_features=data/train/fmllr.scp"], 3, ["no utterance has both", "exp/ali_dev"]),
         (["kaldi.dev_features=data/dev/mfcc.scp"], 3, ["cannot read the list", "data/dev/mfcc.scp"]),
-        (["kaldi.transitions="], 2, ['alignment_labels = "transitions" needs the transition model', 'alignment_labels = "pdfs"']),
-        (["kaldi.alignment_labels=pdf"], 2, ["alignment_labels must be one of: transitions, pdfs (got 'pdf')", "did you mean 'pdfs'?"]),
+        (
+            ["kaldi.transitions="],
+            2,
+            ['alignment_labels = "transitions" needs the transition model', 'alignment_labels = "pdfs"'],
+        ),
+        (
+            ["kaldi.alignment_labels=pdf"],
+            2,
+            ["alignment_labels must be one of: transitions, pdfs (got 'pdf')", "did you mean 'pdfs'?"],
+        ),
         (["train.lerners=4"], 2, ["unknown key 'lerners' in [train]", "did you mean 'learners'?"]),
         (["train.epochs=many"], 2, ["epochs must be a number (got 'many')"]),
         (['train.task="own:Task"'], 2, ["'task' must not be set in [train]", "where: command line"]),

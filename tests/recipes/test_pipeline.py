@@ -353,7 +353,7 @@ def test_mistakes_in_a_recipe_are_reported(tmp_path: Path, capsys: pytest.Captur
     assert "did you mean 'features'" in error_of("[feature]\nrate = 8000")
     assert "did you mean 'leaves'" in error_of('[[source]]\nkind = "fsdd"\n[tri]\nleavs = 5')
     assert "not valid TOML" in error_of("[")
-    assert "is not key=value" in error_of('[[source]]\nkind = "fsdd"', "train")
-    assert "the corpus is not there" in error_of('[[source]]\nkind = "fsdd"\nroot = "/nowhere"')
+    assert "is not of the form key=value" in error_of('[[source]]\nkind = "fsdd"', "train")
+    assert "the corpus folder does not exist" in error_of('[[source]]\nkind = "fsdd"\nroot = "/nowhere"')
     assert main.main(["run", str(tmp_path / "none")]) == 2
     assert "unknown recipe" in capsys.readouterr().err
