@@ -15,13 +15,14 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import parser, run_main
-from roundelay.recipes.run_layout import RunLayout, aligned_run
+from roundelay.recipes.run_layout import RunLayout, aligned_run, scale_file
 from roundelay.recipes.speaker_adaptation import adapt_unsupervised, stream_for
 from roundelay.recipes.systems import chosen_scale, open_system
 from roundelay.speech.corpora.kaldi_dir import read_data_dir
@@ -31,8 +32,8 @@ from roundelay.speech.features.extract import FeatureOptions, extract
 from roundelay.speech.features.feature_store import FeatureStore
 from roundelay.speech.graph.hclg import load_graph
 from roundelay.speech.hmm.em_workers import EmWorkers
-from roundelay.speech.hmm.model import AlignmentModel
 from roundelay.speech.hmm.lexicon import Lexicon
+from roundelay.speech.hmm.model import AlignmentModel
 
 UTTERANCES = 150
 FRAMES_PER_S = 100
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--utterances", type=int, default=UTTERANCES, help="of the first test set")
     args = p.parse_args(argv)
-    report = {"results": measure(aligned_run(args.run), args.utterances, args.repeats), "cores_used": 1}
+    report = {"results": measure(RunLayout(aligned_run(args.run)), args.utterances, args.repeats), "cores_used": 1}
     print(json.dumps(report) if args.json else table(report))
     return 0
 
@@ -54,19 +55,19 @@ def cpu_seconds() -> float:
     return t.user + t.system + t.children_user + t.children_system
 
 
-def measure(run: Path, count: int, repeats: int) -> list[dict[str, Any]]:
-    name = json.loads((run / "data" / "sets.json").read_text())["test"][0]
-    whole, store = read_data_dir(run / "data" / name), FeatureStore.open(run / "features" / name)
+def measure(run: RunLayout, count: int, repeats: int) -> list[dict[str, Any]]:
+    name = run.test_sets()[0]
+    whole, store = read_data_dir(run.data_set(name)), FeatureStore.open(run.features(name))
     chosen = {u.id for u in whole.utterances[:: max(1, len(whole.utterances) // count)]} & set(store.ids)
     corpus = whole.subset(lambda u: u.id in chosen)
     frames = sum(store.frames(u.id) for u in corpus.utterances)
     audio_s = frames / FRAMES_PER_S
     jobs: dict[tuple[str, str], Callable[[], None]] = {("features", ""): lambda: _features(corpus, store)}
     for system in ("mono", "tri"):
-        if (run / system).is_dir():
+        if run.system(system).is_dir():
             jobs["align", system] = _alignment_pass(run, system, corpus, store)
     for system in ("mono", "tri", "lstm"):
-        if (run / "decode" / system / "scale.json").exists():
+        if scale_file(run.decode(system)).exists():
             jobs["decode", system] = _decoding(run, system, corpus, store)
     results = []
     for (stage, system), job in jobs.items():
@@ -96,21 +97,23 @@ def _features(corpus: Corpus, store: FeatureStore) -> None:
         extract(corpus, Path(folder) / "features", options, jobs=1, resample=True, progress="none")
 
 
-def _alignment_pass(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
-    model, lexicon = AlignmentModel.load(run / system), Lexicon.read(run / "data" / "lexicon.txt")
-    workers = EmWorkers([(u.id, u.words) for u in corpus.utterances], store, lexicon, 1)
+def _alignment_pass(run: RunLayout, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
+    model, lexicon = AlignmentModel.load(run.system(system)), Lexicon.read(run.lexicon)
+    crew = EmWorkers([(u.id, u.words) for u in corpus.utterances], store, lexicon, 1)
 
     def job() -> None:
-        workers.call("accumulate", model, True)
+        crew.call("accumulate", model, True)
 
     return job
 
 
-def _decoding(run: Path, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
-    layout = RunLayout(run)
-    model = open_system(layout, system)
-    stream = stream_for(layout, system, store, partial(adapt_unsupervised, layout, store, progress="none"))
-    decoder = Decoder(load_graph(layout.graph(system)), DecodeOptions(acoustic_scale=chosen_scale(layout, system)))
+def _decoding(run: RunLayout, system: str, corpus: Corpus, store: FeatureStore) -> Callable[[], None]:
+    scale = chosen_scale(run, system)
+    model, stream = (
+        open_system(run, system),
+        stream_for(run, system, store, partial(adapt_unsupervised, run, store, progress="none")),
+    )
+    decoder = Decoder(load_graph(run.graph(system)), replace(DecodeOptions(), acoustic_scale=scale))
 
     def job() -> None:
         for utterance in corpus.utterances:

@@ -13,7 +13,6 @@ import pytest
 from browser import CHROMIUM, WHY_NOT, Browser
 from command import Jobs
 from events import whole, write_recipe, write_run
-from paths import ROOT
 
 from roundelay.report.svg import number
 
