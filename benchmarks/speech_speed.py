@@ -102,7 +102,7 @@ def _alignment_pass(run: RunLayout, system: str, corpus: Corpus, store: FeatureS
     crew = EmWorkers([(u.id, u.words) for u in corpus.utterances], store, lexicon, 1)
 
     def job() -> None:
-        crew.call("train", model, True)
+        crew.call("accumulate", model, True)
 
     return job
 

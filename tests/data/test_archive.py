@@ -273,5 +273,5 @@ def test_the_command_packs_and_verifies(inputs: dict[str, str], jobs: Jobs) -> N
     ended = jobs.run("pack", "archive", *options, "--verify", "--jobs", "1", "--json").expect(0)
     assert ended.json["examples"] == len(Archive(jobs.folder / "archive"))
     assert "frames/s" in ended.err
-    assert "every block has its checksum" in ended.err
+    assert "all block checksums verified" in ended.err
     assert "window" in jobs.run("pack", "archive", *options, "windows=3").expect(2).err

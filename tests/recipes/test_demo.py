@@ -16,7 +16,7 @@ from roundelay.cli import main
 from roundelay.metrics.events import read_events
 from roundelay.recipes import demo
 
-pytest.importorskip("espeakng_loader", reason="the demo needs the extra synth")
+pytest.importorskip("espeakng_loader", reason="the demo needs the extra speech")
 
 TINY = [
     "source.options.train_speakers=5", "source.options.train_utterances=30", "source.options.dev_speakers=2",
@@ -36,7 +36,7 @@ def interrupt(job: Job) -> None:
     """Send SIGINT to all processes of the group, as a terminal does."""
     os.killpg(job.process.pid, signal.SIGINT)
     ended = job.end(PATIENCE_S / 4).expect(130)
-    assert "what is done is kept" in ended.err
+    assert "completed work is kept" in ended.err
     assert "continue with: roundelay demo source.options.train_speakers=5" in ended.err
     assert "Exception" not in ended.err
     assert ended.out == ""

@@ -1,4 +1,4 @@
-"""recipes/switchboard on small Kaldi features and alignments, with the paths and the schedule of the recipe."""
+"""The recipe switchboard on small Kaldi features and alignments, with the paths and the schedule of the recipe."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import Jobs
-from paths import ROOT
 from toy_kaldi import FMLLR, IVECTOR, LOGMEL, NUM_PDFS, SETS, write_kaldi_layout
 
 from roundelay.cli import main
 from roundelay.errors import DataError, UsageError
+from roundelay.recipes import FOLDER as RECIPES
 from roundelay.recipes import config as recipe_config
 from roundelay.recipes import network_stage
 from roundelay.recipes.inference import feature_options
@@ -26,7 +26,6 @@ from roundelay.speech.hmm.align import Alignments
 from roundelay.speech.nnet.lstm import AcousticModel
 
 pytestmark = pytest.mark.timeout(240)  # the first test runs a whole recipe
-RECIPES = ROOT / "recipes"
 SMALL = (
     f"kaldi.num_pdfs={NUM_PDFS}",
     "network.layers=1", "network.hidden=24", "network.bottleneck=16",
@@ -132,20 +131,28 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("changes", "code", "messages"),
     [
         (["kaldi.train_alignments=exp/nowhere"], 3, ["cannot read the alignments", "exp/nowhere"]),
-        (["kaldi.train_alignments=exp/graph"], 3, ["there are no alignments (ali.*) in the folder", "exp/graph"]),
+        (["kaldi.train_alignments=exp/graph"], 3, ["the folder contains no alignments (ali.*)", "exp/graph"]),
         (["kaldi.transitions=exp/nowhere.txt"], 3, ["cannot read the model", "exp/nowhere.txt"]),
         (
             [f"kaldi.num_pdfs={NUM_PDFS - 1}"],
             3,
-            [f"pdf {NUM_PDFS - 1} of {NUM_PDFS - 1}", "utterance train-s", "exp/ali_train"],
+            [f"must be >= 0 and < {NUM_PDFS - 1} (got {NUM_PDFS - 1})", "pdfs of utterance train-s", "exp/ali_train"],
         ),
         (["kaldi.dev_features=data/train/fmllr.scp"], 3, ["no utterance has both", "exp/ali_dev"]),
         (["kaldi.dev_features=data/dev/mfcc.scp"], 3, ["cannot read the list", "data/dev/mfcc.scp"]),
-        (["kaldi.transitions="], 2, ["alignment_labels is transitions", 'alignment_labels = "pdfs"']),
-        (["kaldi.alignment_labels=pdf"], 2, ["alignment_labels cannot be 'pdf'", "did you mean 'pdfs'?"]),
-        (["train.lerners=4"], 2, ["there is no setting 'lerners'", "did you mean 'learners'?"]),
-        (["train.epochs=many"], 2, ["epochs is 'many'"]),
-        (['train.task="own:Task"'], 2, ["'task' is what the recipe itself tells the engine"]),
+        (
+            ["kaldi.transitions="],
+            2,
+            ['alignment_labels = "transitions" needs the transition model', 'alignment_labels = "pdfs"'],
+        ),
+        (
+            ["kaldi.alignment_labels=pdf"],
+            2,
+            ["alignment_labels must be one of: transitions, pdfs (got 'pdf')", "did you mean 'pdfs'?"],
+        ),
+        (["train.lerners=4"], 2, ["unknown key 'lerners' in [train]", "did you mean 'learners'?"]),
+        (["train.epochs=many"], 2, ["epochs must be a number (got 'many')"]),
+        (['train.task="own:Task"'], 2, ["'task' must not be set in [train]", "where: command line"]),
     ],
 )
 def test_mistakes_are_reported(
@@ -173,7 +180,7 @@ def test_transition_ids_need_the_transition_model() -> None:
     common = {"num_pdfs": 3, "train_features": "a", "train_alignments": "b", "dev_features": "c", "dev_alignments": "d"}
     recipe_config.KaldiInputs(**common, alignment_labels="pdfs")  # type: ignore[arg-type]
     recipe_config.KaldiInputs(**common, alignment_labels="pdfs", graph="g", graph_labels="pdfs")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="graph_labels is transitions"):
+    with pytest.raises(UsageError, match='graph_labels = "transitions" needs the transition model'):
         recipe_config.KaldiInputs(**common, alignment_labels="pdfs", graph="g")  # type: ignore[arg-type]
 
 
@@ -184,8 +191,8 @@ def test_only_training_inputs_invalidate_the_network() -> None:
     def changed(*overrides: str) -> list[str]:
         fingerprints = []
         for recipe in (
-            recipe_config.load(RECIPES / "switchboard"),
-            recipe_config.load(RECIPES / "switchboard", list(overrides)),
+            recipe_config.load("switchboard"),
+            recipe_config.load("switchboard", list(overrides)),
         ):
             before, by_stage = "", {}
             for stage in KALDI_STAGES:
@@ -207,7 +214,7 @@ def test_training_on_other_alignments_or_initial_weights_is_not_resumed(
     weights = tmp_path / "initial" / "model.safetensors"
     weights.parent.mkdir()
     weights.write_bytes(b"some weights")
-    recipe = recipe_config.load(RECIPES / "digits", [f"network.init_from={weights.parent}"])
+    recipe = recipe_config.load("digits", [f"network.init_from={weights.parent}"])
     context = PipelineContext(recipe, tmp_path, 1, "none")
     (tmp_path / "stages").mkdir()
     stamp, checkpoint = tmp_path / "stages" / "align.json", tmp_path / "network" / "ckpt"
@@ -234,6 +241,6 @@ def test_training_on_other_alignments_or_initial_weights_is_not_resumed(
 def test_limits_do_not_invalidate_a_stage() -> None:
     fingerprints = []
     for overrides in ([], ["features.longest_s=600"]):
-        recipe = recipe_config.load(RECIPES / "digits", overrides)
+        recipe = recipe_config.load("spoken", overrides)
         fingerprints.append([stage_fingerprint(recipe, stage, "") for stage in STAGES])
     assert fingerprints[0] == fingerprints[1]

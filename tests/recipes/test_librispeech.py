@@ -1,4 +1,4 @@
-"""recipes/librispeech on a small corpus in the publisher's layout: real digits, concatenated into sentences."""
+"""The recipe librispeech on a small corpus in the publisher's layout: real digits, concatenated into sentences."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import pytest
 import soundfile
 import soxr
 from command import Jobs
-from paths import DATA, ROOT
+from paths import DATA
 
 from roundelay.cli import main
 from roundelay.recipes.pipeline import STAGES
-from roundelay.speech.corpora.data_dir import Utterance, read_audio, read_data_dir, write_data_dir
+from roundelay.speech.corpora.kaldi_dir import read_data_dir, write_data_dir
+from roundelay.speech.corpora.utterance import Utterance
+from roundelay.speech.features.audio import read_audio
 
 DIGITS = DATA / "fsdd"
-RECIPE = ROOT / "recipes" / "librispeech"
 needs_digits = pytest.mark.skipif(not DIGITS.is_dir(), reason="the fsdd recordings are missing (ROUNDELAY_DATA)")
 
 pytestmark = pytest.mark.timeout(240)  # the first test runs a whole recipe
@@ -64,7 +65,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_part(corpus / "dev-clean-2", "test", sentences=6, length=3, seed=1)
     (corpus / "SPEAKERS.TXT").write_text("; 19 | F | train-clean-5 | 0.1 | A Reader\n")
     with Jobs(folder) as jobs:
-        command = ["run", str(RECIPE), f"source.root={corpus}", "run=run", *SMALL, "--jobs", "1", "--json"]
+        command = ["run", "librispeech", f"source.root={corpus}", "run=run", *SMALL, "--jobs", "1", "--json"]
         jobs.run(*command, timeout_s=200).expect(0)
     return folder
 

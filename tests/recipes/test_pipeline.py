@@ -10,20 +10,22 @@ import numpy as np
 import pytest
 import soundfile
 from command import Jobs
-from paths import DATA, ROOT
+from paths import DATA
 from safetensors.numpy import load_file
 
 from benchmarks import speech_speed
 from roundelay import config
 from roundelay.cli import main
 from roundelay.errors import UsageError
+from roundelay.recipes import FOLDER as RECIPES
 from roundelay.recipes import config as recipe_config
+from roundelay.recipes import names
 from roundelay.recipes.pipeline import STAGES, stage_fingerprints
-from roundelay.speech.corpora.data_dir import Utterance, read_data_dir, write_data_dir
+from roundelay.speech.corpora.kaldi_dir import read_data_dir, write_data_dir
+from roundelay.speech.corpora.utterance import Utterance
 from roundelay.speech.features.kaldi_ark import read_matrices
 
 DIGITS = DATA / "fsdd"
-RECIPES = ROOT / "recipes"
 needs_digits = pytest.mark.skipif(not DIGITS.is_dir(), reason="the fsdd recordings are missing (ROUNDELAY_DATA)")
 
 RECIPE = """
@@ -206,13 +208,13 @@ def test_speaker_adapted_systems_decode_align_and_export(done: tuple[Jobs, Path]
     [
         (["network.adapted=true"], 'add "sat" to systems'),
         (['systems=["sat","tri"]'], 'put "tri" before'),
-        (["sat.prior_frames=0"], "prior_frames is 0"),
-        (['systems=["tri","sat","lstm"]', "network.adapted=true", "network.vtlp=0.1"], "do not fit adapted features"),
+        (["sat.prior_frames=0"], "prior_frames must be"),
+        (['systems=["tri","sat","lstm"]', "network.adapted=true", "network.vtlp=0.1"], "adapted cannot be combined"),
     ],
 )
 def test_contradictory_settings_of_adaptation_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        recipe_config.load(RECIPES / "librispeech", overrides)
+        recipe_config.load("librispeech", overrides)
 
 
 def fingerprints_of(recipe: recipe_config.Recipe) -> dict[str, str]:
@@ -225,7 +227,7 @@ def test_recipes_that_initialize_each_other_are_refused(tmp_path: Path, capsys: 
         text = f'[[source]]\nkind = "fsdd"\n[network]\ninit_from = "../{other}"\n'
         (tmp_path / name / "recipe.toml").write_text(text)
     assert main.main(["run", str(tmp_path / "a"), f"run={tmp_path / 'run'}"]) == 2
-    assert "begins from another one itself" in capsys.readouterr().err
+    assert "sets init_from itself" in capsys.readouterr().err
 
 
 @needs_digits
@@ -271,31 +273,31 @@ def test_alignments_and_exports_are_written(done: tuple[Jobs, Path], capsys: pyt
 # ------------------------------------------------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize("name", [p.parent.name for p in sorted(RECIPES.glob("*/recipe.toml"))])
+@pytest.mark.parametrize("name", names())
 def test_every_recipe_loads(name: str) -> None:
-    recipe = recipe_config.load(RECIPES / name)
+    recipe = recipe_config.load(name)
     assert recipe.title
     assert recipe.train["epochs"] > 0
 
 
 def test_a_changed_setting_invalidates_its_stage_and_all_later_ones() -> None:
     def changed(*overrides: str) -> list[str]:
-        plain, other = (fingerprints_of(recipe_config.load(RECIPES / "spoken", list(over))) for over in ((), overrides))
+        plain, other = (fingerprints_of(recipe_config.load("spoken", list(over))) for over in ((), overrides))
         return [name for name in other if other[name] != plain.get(name)]
 
-    names = list(fingerprints_of(recipe_config.load(RECIPES / "spoken")))
+    stages = list(fingerprints_of(recipe_config.load("spoken")))
     assert changed() == []
-    assert changed("tri.leaves=77") == names[names.index("tri") :]
+    assert changed("tri.leaves=77") == stages[stages.index("tri") :]
     systems = 'systems=["mono","tri","sat","lstm"]'
     assert changed(systems) == ["sat", "decode", "score"], "the network does not depend on the adapted features"
-    assert changed(systems, "network.adapted=true") == ["sat", *names[names.index("network") :]]
+    assert changed(systems, "network.adapted=true") == ["sat", *stages[stages.index("network") :]]
 
 
 def write_small_recipe(folder: Path, settings: str = "") -> None:
     """Write a recipe with a Kaldi source of five short recordings in `folder`."""
-    for part, names in (("train", "abc"), ("dev", "d"), ("test", "e")):
+    for part, ids in (("train", "abc"), ("dev", "d"), ("test", "e")):
         utterances = []
-        for name in names:
+        for name in ids:
             write_recording(folder / f"{name}.wav")
             utterances.append(
                 Utterance(name, f"of-{name}", ("ONE", "TWO") if name == "a" else ("TWO",), folder / f"{name}.wav")
@@ -347,11 +349,11 @@ def test_mistakes_in_a_recipe_are_reported(tmp_path: Path, capsys: pytest.Captur
         assert main.main(["run", str(tmp_path), f"run={tmp_path / 'run'}", *overrides]) in (2, 3)
         return capsys.readouterr().err
 
-    assert "names no corpus" in error_of('title = "x"')
+    assert "the recipe has no corpus" in error_of('title = "x"')
     assert "did you mean 'features'" in error_of("[feature]\nrate = 8000")
     assert "did you mean 'leaves'" in error_of('[[source]]\nkind = "fsdd"\n[tri]\nleavs = 5')
     assert "not valid TOML" in error_of("[")
-    assert "is not key=value" in error_of('[[source]]\nkind = "fsdd"', "train")
-    assert "the corpus is not there" in error_of('[[source]]\nkind = "fsdd"\nroot = "/nowhere"')
+    assert "is not of the form key=value" in error_of('[[source]]\nkind = "fsdd"', "train")
+    assert "the corpus folder does not exist" in error_of('[[source]]\nkind = "fsdd"\nroot = "/nowhere"')
     assert main.main(["run", str(tmp_path / "none")]) == 2
-    assert "there is no recipe" in capsys.readouterr().err
+    assert "unknown recipe" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_too_short_utterances_are_skipped_and_empty_transcripts_kept(
     assert code == 0
     skipped = {name: FeatureStore.open(tmp_path / "run" / "features" / name).skipped for name in ("train", "dev", "test")}
     assert [list(names) for names in skipped.values() if names] == [["u3"]]
-    assert "1 utterances too short and left out" in stderr
+    assert "1 utterances skipped (too short)" in stderr
     assert main.main(["prepare", str(data), str(tmp_path / "prepared"), "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert ": 2 utterances" in out

@@ -51,7 +51,7 @@ class ToySet:
 
 
 def write_kaldi_layout(folder: Path) -> dict[str, ToySet]:
-    """Write data/ and exp/ below the folder, with the names of recipes/switchboard, and return the sets."""
+    """Write data/ and exp/ below the folder, with the names of the recipe switchboard, and return the sets."""
     means = np.random.default_rng(1).normal(size=(NUM_PDFS, FMLLR + LOGMEL)) * 1.5
     sets = {}
     for number, (name, (utterances, speakers)) in enumerate(SETS.items()):

@@ -240,7 +240,9 @@ class _Converter:
             for key in self.declaration.metadata["reserved"]:
                 if key in values:
                     raise UsageError(
-                        f"'{key}' must not be set{_inside(self.path)}: it is derived", where=self.location, hint="remove it"
+                        f"'{key}' must not be set{_inside(self.path)}: it is derived",
+                        where=origin_of(self.origins, f"{self.path}.{key}") or self.where,
+                        hint="remove it",
                     )
             return values
         return self._checked(self._typed(kind, value))

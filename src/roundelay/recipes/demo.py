@@ -222,7 +222,7 @@ def log_conclusion(context: PipelineContext, result: dict[str, Any]) -> None:
         "Try next:\n"
         f"  roundelay decode {run / 'adpsgd'} --data {context.layout.data_set(TEST)} --json\n"
         f"  roundelay demo --out demo-even {shlex.quote('train.straggler=')}\n"
-        "  roundelay run recipes/spoken\n"
+        "  roundelay run spoken\n"
     )
 
 

@@ -214,11 +214,11 @@ def pack(
         _sources.clear()
     seconds = max(time.monotonic() - began, 1e-9)
     size = sum(shard["bytes"] for shard in archive.metadata.shards)
-    hours = archive.metadata.counted / 360_000
+    frames = archive.metadata.counted
     logger.info(
-        f"{folder}: {len(archive):,} {packing.examples}, {archive.metadata.counted:,} frames ({hours:.2f} h), "
-        f"{len(archive.metadata.shards)} shards, {size / 1e6:.1f} MB ({size / max(archive.metadata.counted, 1):.0f} bytes a frame), "
-        f"{seconds:.1f} s, {archive.metadata.counted / seconds:,.0f} frames/s"
+        f"{folder}: {len(archive):,} {packing.examples}, {frames:,} frames ({frames / 360_000:.2f} h), "
+        f"{len(archive.metadata.shards)} shards, {size / 1e6:.1f} MB ({size / max(frames, 1):.0f} bytes per frame), "
+        f"{seconds:.1f} s, {frames / seconds:,.0f} frames/s"
     )
     return archive
 

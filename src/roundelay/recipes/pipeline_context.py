@@ -75,10 +75,6 @@ class StageLog(logging.Handler):
         if record.levelno >= logging.WARNING:
             logger.handle(record)
 
-    def info(self, text: str) -> None:
-        """Write one line, for functions that report through a callback."""
-        self._speech.info("%s", text)
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._speech.removeHandler(self)
         level, self._speech.propagate = self._before

@@ -197,5 +197,5 @@ def aligned_run(name: str) -> Path:
     run = Path(name)
     if not RunLayout(run).alignments().is_dir():
         problem = "this run has no alignments yet" if run.is_dir() else "the run directory does not exist"
-        raise UsageError(problem, where=name, hint="run the recipe first (roundelay run recipes/spoken) and name its directory")
+        raise UsageError(problem, where=name, hint="run the recipe first (roundelay run spoken) and name its directory")
     return run

@@ -55,7 +55,7 @@ def extract_features(context: PipelineContext) -> None:
 
 def train_monophones(context: PipelineContext) -> None:
     """Write mono/."""
-    with StageLog(context, "mono") as log:
+    with StageLog(context, "mono"):
         model = train_mono(
             context.store("train"), context.corpus("train"), context.lexicon(), context.recipe.mono,
             jobs=context.jobs, progress=context.progress,
@@ -66,7 +66,7 @@ def train_monophones(context: PipelineContext) -> None:
 def train_triphones(context: PipelineContext) -> None:
     """Write tri/."""
     mono = AlignmentModel.load(context.layout.system("mono"))
-    with StageLog(context, "tri") as log:
+    with StageLog(context, "tri"):
         model = train_tri(
             mono, context.store("train"), context.corpus("train"), context.lexicon(), context.recipe.tri,
             jobs=context.jobs, progress=context.progress,
@@ -86,7 +86,7 @@ def train_speaker_adapted(context: PipelineContext) -> None:
         )  # fmt: skip
         adapted.save(layout.adapted(name))
     first_pass, train = AlignmentModel.load(layout.system(FIRST_PASS)), from_spec(str(layout.adapted("train")))
-    with StageLog(context, "sat") as log:
+    with StageLog(context, "sat"):
         model = train_sat(
             first_pass, train, context.corpus("train"), context.lexicon(), context.recipe.sat,
             jobs=context.jobs, progress=context.progress,

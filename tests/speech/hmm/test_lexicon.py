@@ -111,5 +111,5 @@ def test_new_words_are_pronounced() -> None:
 
 def test_error_without_espeak_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
-    with pytest.raises(UsageError, match=r"pip install 'roundelay\[synth\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'roundelay\[speech\]'"):
         pronounce(["ONE"])

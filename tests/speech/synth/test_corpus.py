@@ -99,7 +99,7 @@ def test_invalid_options_and_missing_packages_are_rejected(tmp_path: Path, monke
         with pytest.raises(UsageError):
             SynthOptions(**wrong)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
-    with pytest.raises(UsageError, match=r"pip install 'roundelay\[synth\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'roundelay\[speech\]'"):
         synthesize(tmp_path, SMALL, progress="none")
 
 

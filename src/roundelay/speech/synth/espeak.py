@@ -1,6 +1,6 @@
 """Call espeak-ng through its C interface: speech with the times of its words, and pronunciations.
 
-espeak-ng is licensed under GPL-3, so it is an optional dependency (`pip install 'roundelay[synth]'`).
+espeak-ng is licensed under GPL-3, so it is an optional dependency (`pip install 'roundelay[speech]'`).
 
 The library keeps state in static variables (phases, noise, leftover samples), so that repeated calls give different audio.
 Every utterance here is synthesized by a newly loaded library, which takes about a millisecond, and depends on its arguments
@@ -74,7 +74,7 @@ def _paths() -> tuple[str, str]:
     try:
         import espeakng_loader
     except ImportError:
-        raise UsageError("speech synthesis needs the espeakng-loader package", hint="pip install 'roundelay[synth]'") from None
+        raise UsageError("speech synthesis needs the espeakng-loader package", hint="pip install 'roundelay[speech]'") from None
     return espeakng_loader.get_library_path(), espeakng_loader.get_data_path()
 
 
