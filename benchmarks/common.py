@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from roundelay.errors import RoundelayError, UsageError, did_you_mean
+from roundelay.core import interrupts
+from roundelay.errors import UsageError, did_you_mean
 from roundelay.log import configure
 from roundelay.report.svg import Series, line_chart
 
@@ -48,16 +49,10 @@ def select_names(text: str, table: Mapping[str, object], option: str) -> list[st
 
 
 def run_main(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run a benchmark as a program: errors become messages and exit codes."""
+    """Run a benchmark as a program: errors and signals become messages and exit codes."""
     configure()  # stages of recipes report their progress by logging
-    try:
-        code = main(sys.argv[1:])
-    except RoundelayError as error:
-        log(str(error))
-        code = error.exit_code
-    except KeyboardInterrupt:
-        log("interrupted")
-        code = 130
+    with interrupts.install_handlers():
+        code = interrupts.exit_code_of(lambda: main(sys.argv[1:]))
     sys.exit(code)
 
 
