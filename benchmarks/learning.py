@@ -59,14 +59,14 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--quick", action="store_true", help="4 learners, one seed")
     p.add_argument("--learners", default="4,5,7")
     p.add_argument("--seeds", type=int, default=3)
-    p.add_argument("--contestants", default=",".join(CONTESTANTS))
+    p.add_argument("--competitors", default=",".join(CONTESTANTS))
     p.add_argument("--epochs", type=float, default=EPOCHS, help="fewer for a look only: the losses are then not comparable")
     p.add_argument("--backend", default="shm", choices=["shm", "torch", "auto"])
     args = p.parse_args(argv)
     sizes = [4] if args.quick else [int(n) for n in args.learners.split(",")]
     seeds = 1 if args.quick else args.seeds
     os.environ["OMP_NUM_THREADS"] = "1"
-    names = [n for n in args.contestants.split(",") if n != "single"]
+    names = [n for n in args.competitors.split(",") if n != "single"]
     with ProcessPool(max(sizes), args.backend) as pool:
         single = run_all(pool, "single", 1, seeds, args.epochs)
         rows = [{"contestant": "single", "learners": 1, **single, "ratio": 1.0}]

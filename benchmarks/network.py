@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         "--hierarchy", action="store_true", help="hierarchical(adpsgd) against flat adpsgd, several learners a machine"
     )
     p.add_argument("--machines", default=",".join(hierarchy.MACHINES), help="with --hierarchy: 2x2, 3x2, 2+1")
-    p.add_argument("--contestants", default=",".join(DEFAULT), help=f"any of {', '.join(ENTRIES)}")
+    p.add_argument("--competitors", default=",".join(DEFAULT), help=f"any of {', '.join(ENTRIES)}")
     p.add_argument("--links", default=",".join(LINKS), help="1gbit, 200mbit")
     p.add_argument("--samples", type=int, default=CONTEST.samples, help="the sample budget of a run")
     p.add_argument("--task", default=TASK, help="module:Task to train")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             cases = chosen(args.machines, hierarchy.MACHINES, "machines")
             print(hierarchy.printed(hierarchy.compare(cases, log, quick=args.quick), args.json))
             return 0
-        entries = [ENTRIES[name] for name in chosen(args.contestants, ENTRIES, "contestants")]
+        entries = [ENTRIES[name] for name in chosen(args.competitors, ENTRIES, "competitors")]
         links = chosen(args.links, LINKS, "links")
         contest = Contest(CONTEST.batch, args.samples, CONTEST.rates)
         report = compare(entries, links, contest, args.task, quick=args.quick)

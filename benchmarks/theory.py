@@ -214,11 +214,11 @@ def predicted_contraction(strategy: str, ring: str, size: int) -> float:
 def main(argv: Sequence[str]) -> int:
     p = parser("theory", __doc__, "python -m benchmarks.theory --quick")
     p.add_argument("--quick", action="store_true", help="fewer rounds, learners and seeds: shows that it runs, proves little")
-    p.add_argument("--contestants", default=";".join(CONTESTANTS), help="only these, separated by ;")
+    p.add_argument("--competitors", default=";".join(CONTESTANTS), help="only these, separated by ;")
     p.add_argument("--sizes", default="4,8,16,32", help="learners whose contraction is measured; empty: none")
     args = p.parse_args(argv)
     one_thread()
-    names, sizes = [n.strip() for n in args.contestants.split(";") if n.strip()], [int(n) for n in args.sizes.split(",") if n]
+    names, sizes = [n.strip() for n in args.competitors.split(";") if n.strip()], [int(n) for n in args.sizes.split(",") if n]
     unknown = [n for n in names if n not in CONTESTANTS]
     if unknown:
         raise UsageError(f"there is no contestant '{unknown[0]}'", where="theory", hint=did_you_mean(unknown[0], CONTESTANTS))

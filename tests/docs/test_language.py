@@ -48,7 +48,7 @@ def test_no_class_name_is_used_twice() -> None:
         ("a.py", '"""Whoever comes first."""'),
         ("a.py", "found = 1"),
         ("a.py", "# a dice"),
-        ("a.py", "def f(told): ..."),
+        ("a.py", "def f(given): ..."),
         ("a.md", "The neighbour answers."),
         ("a.md", "It is done anew."),
     ],

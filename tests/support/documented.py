@@ -18,7 +18,7 @@ DONE = f"roundelay run pipeline/mine {TINY} run=runs/mine --jobs 1"
 PACKED = f"roundelay run pipeline/mine {TINY} network.packed=true run=runs/mine --until network --jobs 1"
 THROUGHPUT = "python -m benchmarks.throughput --competitors adpsgd --batches 8 --cases even --rounds 1 --seconds 0.3 --json"
 OVERHEAD = "python -m benchmarks.overhead --sizes 1M --repeats 1 --no-buffers --json"
-LEARNING = "python -m benchmarks.learning --learners 2 --seeds 1 --contestants kstep --epochs 0.1 --json"
+LEARNING = "python -m benchmarks.learning --learners 2 --seeds 1 --competitors kstep --epochs 0.1 --json"
 TORCHRUN = (
     "torchrun --standalone --nproc-per-node 2 -m roundelay train frames"
     " task_options.samples=256 task_options.held_out=64 epochs=1 batch=16 run=runs/under-torchrun"
@@ -65,7 +65,7 @@ INSTEAD: dict[str, str] = {
     "python -m benchmarks.learning": LEARNING,
     "python -m benchmarks.learning --quick": LEARNING,
     "python -m benchmarks.learning --json > benchmarks/results/learning.json": LEARNING,
-    "python -m benchmarks.learning --contestants half,never,sync,kstep,bmuf,dpsgd,adpsgd,delay_by_one,hierarchical": LEARNING,
+    "python -m benchmarks.learning --competitors half,never,sync,kstep,bmuf,dpsgd,adpsgd,delay_by_one,hierarchical": LEARNING,
     "python -m benchmarks.feeding --json": FEEDING,
     "python -m benchmarks.feeding spoken runs/spoken": FEEDING,
     "python -m benchmarks.averaging spoken runs/spoken --json": AVERAGING,
@@ -146,7 +146,7 @@ BY_TEST: dict[str, str] = {
     "roundelay bench network learners=4": BENCH_NETWORK,
     "roundelay calibrate --out here.toml": CALIBRATE,
     "python -m benchmarks.network": NETWORK,
-    "python -m benchmarks.network --contestants ddp,ddp_fp16,kstep,adpsgd,adpsgd_half --json": NETWORK,
+    "python -m benchmarks.network --competitors ddp,ddp_fp16,kstep,adpsgd,adpsgd_half --json": NETWORK,
     "sudo python -m benchmarks.network --quick": NETWORK,
     "sudo python -m benchmarks.network --json > benchmarks/results/network.json": NETWORK,
     "python -m benchmarks.network --hierarchy --json": HIERARCHY,

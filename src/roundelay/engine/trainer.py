@@ -390,7 +390,9 @@ class Trainer:
             return
         if run is None or first > 0:
             raise UsageError(
-                "a record needs a run directory and a run that starts at 0", where="record_order", hint="set run=DIR"
+                "a record needs a run directory and a run that starts at 0",
+                where="record_order",
+                hint="set run=DIR to a new folder, with resume=no",
             )
         header = {
             "format": 1,
