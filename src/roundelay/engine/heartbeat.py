@@ -1,8 +1,8 @@
 """Heartbeats: each rank publishes its phase and step, and checks the heartbeats of all other ranks.
 
 A rank whose heartbeat has not changed for LOST_S is reported as failed. If this process was itself suspended for more than
-FROZEN_S, the deadlines of all other ranks are reset instead. If a collective takes longer than STALL_S, the lowest waiting
-rank logs which ranks hold it up.
+FROZEN_S, the deadlines of all other ranks are reset instead. A rank is checked only after its first heartbeat. If a collective
+takes longer than STALL_S, the lowest-numbered waiting rank logs which ranks hold it up.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from roundelay.launch.context import DistributedContext
 from roundelay.strategies.worker import Worker
 
 HEARTBEAT_S = 0.5
+"""Interval between two heartbeats of a rank."""
 LOST_S = 6.0
+"""A heartbeat is late, and its rank is reported as failed, after this time without a change."""
 FROZEN_S = 2.0
+"""A gap of this length between two own heartbeats means that this process was suspended."""
 STALL_S = 10.0
+"""A collective that takes longer is reported as a stall."""
 PUBLISHED = ("steps", "samples", "samples_per_s", "loss", "lr", "seconds", "elapsed_s", "staleness", "pair_distance")
 """Metrics that a heartbeat carries, for the dashboard of rank 0."""
 
@@ -70,7 +74,7 @@ class HeartbeatMonitor:
             return
         try:
             self.heartbeat()
-        except Exception as error:  # the store is gone, so the job is ending; the learner's own calls will fail too
+        except Exception as error:  # assume that the store is gone and stop publishing; the learner's own calls fail too
             self._store_lost = True
             self.events.write("watchdog", error=str(error).splitlines()[0])
 
@@ -121,7 +125,7 @@ class HeartbeatMonitor:
         return f"phase {message.get('phase', 'unknown')} of step {message.get('step', '?')}"
 
     def _check_for_stall(self, now: float) -> None:
-        """Log which ranks hold up a collective, at most every STALL_S. Only the lowest rank that waits does so."""
+        """Log which ranks hold up a collective, at most once per STALL_S. Only the lowest-numbered waiting rank does so."""
         since = self.worker.phase_since
         if self.worker.phase != "comm" or self.context.runtime.clock() - since < STALL_S or now - self._warned_at < STALL_S:
             return
@@ -133,7 +137,7 @@ class HeartbeatMonitor:
             waited_s = self.context.runtime.clock() - since
             self.events.write("stall", waiting_for=late, waited_s=round(waited_s, 1))
             logger.warning(
-                "all other ranks have waited %.0f s for %s. The run stops at timeout_s=%.0f and can be resumed.",
+                "waited %.0f s for %s. The run stops at timeout_s=%.0f and can be resumed.",
                 waited_s,
                 "; ".join(f"rank {r} ({self._describe(r)})" for r in late),
                 self.timeout_s,

@@ -1,8 +1,8 @@
 """The network stage: train the LSTM with the engine, realign, and save the result as a system.
 
-The engine is called as a function. With several learners `launch.local.start_learners` forks one process per learner; the task
-is built once, before the fork. An interrupted training is resumed if its fingerprint (settings, alignments, initial weights)
-is unchanged, and started from the beginning otherwise.
+The trainer is called as a function, not through the command line. Several learners are forked from this process, after the task
+is built, or started as new processes if torch uses a GPU. An interrupted training run is resumed if its fingerprint (settings,
+alignments, initial weights) is unchanged, and started from the beginning otherwise.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def train_network(
     seed: int,
     features: dict[str, str] | None = None,
 ) -> TrainedNetwork:
-    """Train the recipe's network in `directory`. Resume a training of the same fingerprint.
+    """Train the recipe's network in `directory`. Resume a training run with the same fingerprint.
 
     settings   of the engine, as the recipe's [train] section has them
     features   feature specifications of train and dev; default: those of the run
@@ -129,7 +129,7 @@ def training_config(
 
 
 def training_fingerprint(context: PipelineContext, config: TrainConfig) -> dict[str, str]:
-    """Return hashes of everything that an interrupted training must have in common with this one to be resumed."""
+    """Return hashes of everything that an interrupted training run must have in common with this one to be resumed."""
     settings = {key: value for key, value in asdict(config).items() if key not in UNFINGERPRINTED}
     initial = pretrained_model(context)
     return {
@@ -149,7 +149,7 @@ def prepare_directory(directory: Path, fingerprint: dict[str, str]) -> None:
 
 
 def alignment_fingerprint(context: PipelineContext) -> str:
-    """Return the fingerprint of the stage that wrote the alignments. Their path is the same whatever they were made from."""
+    """Return the fingerprint of the align (or states) stage: the path of alignments does not change when their contents do."""
     stamps = [context.layout.stamp(stage) for stage in ("align", "states")]
     return next((json.loads(stamp.read_text())["fingerprint"] for stamp in stamps if stamp.exists()), "unknown")
 
@@ -201,7 +201,7 @@ def initial_model(recipe: Recipe) -> Path | None:
 
 
 def run_training(task: FrameTask, config: TrainConfig) -> None:
-    """Train `task` on config.learners learners: processes, threads (backend=threads), or this process if there is one.
+    """Train `task` on config.learners learners: processes, threads (backend=threads), or this process for one learner.
 
     Blocks until all learners have ended. Raises KeyboardInterrupt after an interrupt, RoundelayError if a learner failed.
     """
@@ -294,7 +294,7 @@ def set_learner_threads() -> None:
 
 
 def resolved_config(config: TrainConfig, folder: Path) -> ResolvedConfig:
-    """Return `config` with the directory in which a user's strategies are looked up."""
+    """Return `config` with the directory of a user's strategies, and add that directory to sys.path."""
     resolved = ResolvedConfig(config, {}, folder)
     configuration.extend_sys_path(resolved)
     return resolved

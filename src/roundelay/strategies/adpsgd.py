@@ -3,13 +3,14 @@
     in the background:   w_i, w_j  <-  (w_i + w_j) / 2       for the pairs of each gossip round
     meanwhile:           w_i       <-  w_i - D(g(phi))       phi: w_i when the computation of g began
 
-Gradients neither start nor await an exchange; a background thread runs them. Both sides average the same two snapshots and
-add the difference. So the mean over ranks is conserved, and an update that lands meanwhile is neither lost nor halved.
+A background thread runs the exchanges; a gradient never waits for one. Between nodes each side adds half the difference of the
+two snapshots to its w; on one node both vectors are averaged in place, under their locks. Either way the mean over ranks is
+conserved, and an update that lands meanwhile is neither lost nor halved.
 
-Use it when ranks are uneven or the network is slow. Set topology: `ring` as published; `random_ring` for 8 ranks or more,
-because its mixing does not weaken as ranks are added. Set steps_per_exchange above 1 only if exchanges cost CPU time that
-training needs. Weaknesses: results depend on timing, so they are not reproducible to the bit. A gradient is stale by the
-exchanges and updates that happened while it was computed (measured, in the events).
+Use it when ranks are uneven or the network is slow. Set topology=ring to match the papers, and
+topology=random_ring for 8 ranks or more, because its mixing does not weaken as ranks are added. Set steps_per_exchange above 1
+only if exchanges cost CPU time that training needs. Weaknesses: results depend on timing, so they are not reproducible to the bit. A gradient is stale by the
+exchanges and updates that happened while it was computed (recorded in events.jsonl).
 """
 
 from __future__ import annotations

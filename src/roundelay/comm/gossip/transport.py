@@ -1,10 +1,11 @@
 """TCP connections of one gossip thread: framed messages, handshake, remote reads and writes. Nothing is unpickled.
 
 One selector polls the wake-up socket, the listening socket and all connections. Only the header of a message is read when it
-arrives; the payload stays in the kernel buffer until the receiver provides a tensor, which back-pressures the sender.
+arrives. The payload stays in the socket buffers until the receiver provides a tensor; until then TCP flow control holds the
+sender back.
 
-A gloo group of two ranks per edge cannot do this: a gossip thread must notice a request for any round on any edge while it
-waits on another one, and gloo offers neither polling nor waiting on several groups.
+One gloo group of two ranks per edge would not do: a gossip thread must notice a request for any round on any edge while it
+waits on another edge, gloo cannot wait on several groups at once, and a gloo timeout closes the pair for good.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class MessageType(IntEnum):
 
 @dataclass
 class Message:
-    """A message, or its header while the payload is unread."""
+    """The header of a message; the payload is read separately."""
 
     kind: MessageType
     number: int
