@@ -9,8 +9,8 @@ conserved, and an update that lands meanwhile is neither lost nor halved.
 
 Use it when ranks are uneven or the network is slow. Set topology=ring to match the papers, and
 topology=random_ring for 8 ranks or more, because its mixing does not weaken as ranks are added. Set steps_per_exchange above 1
-only if exchanges cost CPU time that training needs. Weaknesses: results depend on timing, so they are not reproducible to the bit. A gradient is stale by the
-exchanges and updates that happened while it was computed (recorded in events.jsonl).
+only if exchanges cost CPU time that training needs. Weaknesses: results depend on timing, so they are not reproducible to the
+bit. A gradient is stale by the exchanges and updates that happened while it was computed (recorded in events.jsonl).
 """
 
 from __future__ import annotations
