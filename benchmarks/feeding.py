@@ -111,8 +111,9 @@ def delivery(archive: Archive, batch: int, repeats: int) -> dict[str, Any]:
 
 
 def in_a_process(archive: Archive) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.feeding", "--go-through", str(archive.folder)]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, "-m", "benchmarks.feeding", "--go-through", str(archive.folder.resolve())]
+    root = Path(__file__).resolve().parents[1]  # where `benchmarks` can be imported
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root)
     return dict(json.loads(ended.stdout.splitlines()[-1]))
 
 

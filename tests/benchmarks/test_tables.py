@@ -18,6 +18,7 @@ import pytest
 import torch
 from benchmarks.sim_probe import ResultCache
 from command import Jobs, descendants
+from paths import ROOT
 
 from benchmarks import BENCHES, batches, ksteps, published_scaling, stragglers, theory
 from roundelay import topology
@@ -169,7 +170,7 @@ def cpu_seconds(pid: int) -> float:
 @pytest.mark.dist
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_grid_and_its_processes(number: int, jobs: Jobs) -> None:
-    job = jobs.start(sys.executable, "-m", "benchmarks.batches", "--jobs", "2", "--keep", "kept.jsonl")
+    job = jobs.start(sys.executable, "-m", "benchmarks.batches", "--jobs", "2", "--keep", "kept.jsonl", PYTHONPATH=str(ROOT))
     job.until(lambda: sum(cpu_seconds(pid) > IMPORT_CPU_S for pid in descendants(job.process.pid)) >= 2, "two cells", 120.0)
     children = list(descendants(job.process.pid))
     job.signal(number)

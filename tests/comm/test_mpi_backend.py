@@ -98,7 +98,7 @@ def test_a_rank_with_bad_data_ends_the_job_with_its_code_and_message(jobs: Jobs)
     task = jobs.task(nan_sample=60)
     done = jobs.start(*under_mpirun(2), ROUNDELAY, "train", task, "backend=mpi", "strategy=adpsgd", "epochs=50").end(TIMEOUT_S)
     assert done.code == 3
-    assert "the loss is nan" in done.err
+    assert "the loss must be finite (got nan)" in done.err
     assert "Traceback" not in done.err
 
 
@@ -109,7 +109,7 @@ def test_without_mpirun_the_error_says_how_to_start(jobs: Jobs) -> None:
     one_rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = jobs.run("train", jobs.task(), "backend=mpi", timeout_s=TIMEOUT_S, **one_rank)
     assert done.code == 2
-    assert "MPI says rank 0 of 1, the launcher says rank 0 of 2" in done.err
+    assert "MPI and the launcher must agree on the rank (MPI: 0 of 1, launcher: 0 of 2)" in done.err
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,7 +69,6 @@ def install_handlers() -> Iterator[None]:
 def exit_code_of(command: Callable[[], int | None]) -> int:
     """Run a command and return its exit code; print a RoundelayError or an interrupt as a message without a traceback."""
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by run_command() while the interpreter starts
         return int(command() or 0)
     except RoundelayError as error:
         print_error(str(error))
@@ -107,37 +104,13 @@ def block_sigint() -> Iterator[None]:
 
     A SIGINT that arrives inside is delivered to this thread on exit.
     """
-    with _blocked({signal.SIGINT}):
+    with block_signals({signal.SIGINT}):
         yield
 
 
-def run_command(command: Sequence[str]) -> int:
-    """Run a command of this package, its output on stderr, and return its exit code. Forward SIGINT and SIGTERM to it.
-
-    The child gets its own session. Otherwise a terminal would send Ctrl-C to both processes, and the forwarded signal would be
-    the second one, which means "stop at once".
-    """
-    child: subprocess.Popen[bytes] | None = None
-    early: list[int] = []
-
-    def forward(number: int, frame: Any) -> None:
-        _interrupted.set()
-        if child is None:
-            early.append(number)
-        elif child.poll() is None:
-            child.send_signal(number)
-
-    with _handled(forward):
-        with _blocked(SIGNALS):  # inherited by the child: an interpreter that is starting answers Ctrl-C with a traceback
-            child = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
-        for number in early:
-            child.send_signal(number)
-        return child.wait()
-
-
 @contextmanager
-def _blocked(numbers: Iterable[signal.Signals]) -> Iterator[None]:
-    """Block signals for this thread; processes started inside inherit the mask."""
+def block_signals(numbers: Iterable[signal.Signals] = SIGNALS) -> Iterator[None]:
+    """Block signals for this thread until exit; processes started inside inherit the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

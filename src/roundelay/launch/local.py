@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol, TextIO
 
 import torch
 
-from roundelay.core.interrupts import exit_code_of
+from roundelay.core.interrupts import SIGNALS, block_signals, exit_code_of
 from roundelay.errors import Interrupted, UsageError
 from roundelay.fleet.membership import StoreMembership
 from roundelay.fleet.store import JobStore, connect_store, serve_store
@@ -137,11 +137,12 @@ class ForkServer:
         sys.stdout.flush()
         sys.stderr.flush()
         self.children = []
-        for rank in range(size):
-            pid = os.fork()
-            if pid == 0:
-                self._run_child(learn, rank, size, bind_address, run)
-            self.children.append(ForkedProcess(pid))
+        with block_signals():  # Python drops an exception that a signal handler raises in the callbacks of a fork
+            for rank in range(size):
+                pid = os.fork()
+                if pid == 0:
+                    self._run_child(learn, rank, size, bind_address, run)
+                self.children.append(ForkedProcess(pid))
         os.close(self._read_end)
 
     def release(self, port: int) -> list[ForkedProcess]:
@@ -159,6 +160,7 @@ class ForkServer:
         try:
             os.close(self._write_end)
             os.setsid()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             message = os.read(self._read_end, self.PORT.size)
             if not message:
                 os._exit(0)
