@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,6 +116,14 @@ def block_signals(numbers: Iterable[signal.Signals] = SIGNALS) -> Iterator[None]
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def discard_pending_signals(numbers: Sequence[signal.Signals] = SIGNALS) -> None:
+    """Drop signals that arrived while they were blocked, then unblock them. For a forked child whose parent got them too."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol, TextIO
 
 import torch
 
-from roundelay.core.interrupts import SIGNALS, block_signals, exit_code_of
+from roundelay.core.interrupts import block_signals, discard_pending_signals, exit_code_of
 from roundelay.errors import Interrupted, UsageError
 from roundelay.fleet.membership import StoreMembership
 from roundelay.fleet.store import JobStore, connect_store, serve_store
@@ -160,7 +160,7 @@ class ForkServer:
         try:
             os.close(self._write_end)
             os.setsid()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            discard_pending_signals()
             message = os.read(self._read_end, self.PORT.size)
             if not message:
                 os._exit(0)
