@@ -1,8 +1,8 @@
 """The baseline: one process per learner and iteration, then a process that averages, as Kaldi's nnet3 scripts train.
 
 Iteration i starts num_jobs(i) processes. Each reads the model from disk, loads and preprocesses its own examples, trains on
-them, writes its model and its objective, and ends. A process that averages reads all models and writes the next one. What the
-scripts do beside that is done here, too (source: kaldi, steps/libs/nnet3/train):
+them, writes its model and its objective, and ends. A process that averages reads all models and writes the next one. It also
+does what the scripts do in addition (source: kaldi, steps/libs/nnet3/train):
 
     jobs       ramp up linearly from --jobs-initial to --jobs-final
     rate       the effective rate times the number of jobs, which averaging divides by again
@@ -34,7 +34,7 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     q = commands.add_parser("run", help="train: all iterations")
-    q.add_argument("archive", help="made by roundelay pack")
+    q.add_argument("archive", help="data by roundelay pack")
     q.add_argument("model", help="the first model: a folder with model.json and model.safetensors")
     q.add_argument("out", help="a new folder; the trained model will be in OUT/final")
     q.add_argument("--steps", type=int, default=100, help="mini-batches of a job in an iteration")
@@ -44,7 +44,9 @@ def main() -> int:
     q.add_argument("--jobs-final", type=int, default=2)
     q.add_argument("--rate", type=float, default=0.25, help="effective rate at the beginning")
     q.add_argument("--rate-final", type=float, default=0.0, help="at the end, exponentially (Kaldi's); default: --schedule")
-    q.add_argument("--schedule", default="constant", choices=["constant", "cosine", "ibm"], help="as in roundelay train")
+    q.add_argument(
+        "--schedule", default="constant", choices=["constant", "cosine", "sqrt2_decay"], help="as in roundelay train"
+    )
     q.add_argument("--warmup-epochs", type=float, default=0.0)
     q.add_argument("--momentum", type=float, default=0.0)
     q.add_argument("--clip", type=float, default=0.0)
@@ -57,8 +59,8 @@ def main() -> int:
         commands.add_parser(name).add_argument("order")
     args = p.parse_args()
     if args.command == "run":
-        found = run(args)
-        print(json.dumps(found) if args.json else "\n".join(f"{key}: {value}" for key, value in found.items()))
+        results = run(args)
+        print(json.dumps(results) if args.json else "\n".join(f"{key}: {value}" for key, value in results.items()))
         return 0
     order = json.loads(Path(args.order).read_text())
     return job(order) if args.command == "job" else average(order)
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """All iterations, one after another."""
     import shutil
 
-    from roundelay.feed.archive import Archive
+    from roundelay.data.archive import Archive
 
     out = Path(args.out)
     out.mkdir(parents=True)
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             spent[kind] += averaged[kind]
         position, iteration = max(note["position"] for note in notes), iteration + 1
         line = f"iteration {iteration}: {jobs} jobs, {position}/{total} samples, objective {averaged['objective']:.4f}"
-        print(f"{line}, {seconds:.1f} s{averaged['said']}", file=sys.stderr, flush=True)
+        print(f"{line}, {seconds:.1f} s{averaged['remark']}", file=sys.stderr, flush=True)
         shutil.rmtree(here)
         shutil.rmtree(model)
     seconds = time.perf_counter() - began
@@ -138,13 +140,13 @@ def launch(what: str, folder: Path, orders: list[dict[str, Any]]) -> None:
 def job(order: dict[str, Any]) -> int:
     import torch
 
-    from roundelay.asr.model import AcousticModel
-    from roundelay.feed.examples import Examples
-    from roundelay.train.claims import Dealt, Turn
-    from roundelay.train.schedule import Schedule
+    from roundelay.data.examples import Examples
+    from roundelay.engine.sharding import ShardPlan, StaticSharding
+    from roundelay.optim.lr_schedule import LrSchedule
+    from roundelay.speech.nnet.lstm import AcousticModel
 
     if order["optimizer"] == "ngsgd":  # no job pays for what it does not use
-        from roundelay.train.ngsgd import NGSGD
+        from roundelay.optim.ngsgd import NGSGD
 
     torch.set_num_threads(1)
     torch.manual_seed(order["seed"] * 1_000_003 + order["job"])
@@ -155,20 +157,20 @@ def job(order: dict[str, Any]) -> int:
 
     jobs, batch = order["jobs"], order["batch"]
     examples = Examples(order["archive"], order["seed"])
-    dealt = Dealt(
+    dealt = ShardPlan(
         order["samples"], order["total"], [batch] * jobs, order["job"], [order["job"]], range(jobs), order["position"]
     )
     loaded, position = [], order["position"]
-    for claim in Turn(dealt):
-        made = examples.batch(claim.epoch, claim.start, claim.stop) if claim.stop > claim.start else None
-        tensors = None if made is None else (torch.from_numpy(made.x), torch.from_numpy(made.y))
-        loaded.append((claim.share.position, tensors))
+    for claim in StaticSharding(dealt):
+        data = examples.batch(claim.epoch, claim.start, claim.stop) if claim.stop > claim.start else None
+        tensors = None if data is None else (torch.from_numpy(data.x), torch.from_numpy(data.y))
+        loaded.append((claim.step_info.position, tensors))
         position = claim.span[1]
         if len(loaded) == order["steps"]:
             break
     note["data"], began = time.perf_counter() - began, time.perf_counter()
 
-    factor = Schedule(order["schedule"], order["samples"], order["total"], order["warmup_epochs"])
+    factor = LrSchedule(order["schedule"], order["samples"], order["total"], order["warmup_epochs"])
     parameters = list(model.parameters())
     velocity = [torch.zeros_like(p) for p in parameters] if order["momentum"] else None
     natural = NGSGD(parameters, momentum=order["momentum"]).watch(model) if order["optimizer"] == "ngsgd" else None
@@ -190,6 +192,7 @@ def job(order: dict[str, Any]) -> int:
             continue
         with torch.no_grad():
             for number, p in enumerate(parameters):
+                assert p.grad is not None
                 u = p.grad if velocity is None else velocity[number].mul_(order["momentum"]).add_(p.grad)
                 p.add_(u, alpha=-rate)
     note["train"], began = time.perf_counter() - began, time.perf_counter()
@@ -217,21 +220,23 @@ def average(order: dict[str, Any]) -> int:
     note: dict[str, Any] = {"imports": time.time() - LAUNCHED}
     began = time.perf_counter()
     folders = [Path(folder) for folder in order["inputs"]]
-    told = [json.loads((folder / "note.json").read_text()) for folder in folders]
-    trained = {f: t["objective"] for f, t in zip(folders, told, strict=True) if t["steps"] and t["objective"] == t["objective"]}
+    job_notes = [json.loads((folder / "note.json").read_text()) for folder in folders]
+    trained = {
+        f: t["objective"] for f, t in zip(folders, job_notes, strict=True) if t["steps"] and t["objective"] == t["objective"]
+    }
     if not trained:
         raise SystemExit("every job has diverged")
     best = min(trained, key=lambda folder: trained[folder])
     accepted = [best] if order["best"] else [f for f in trained if trained[f] <= trained[best] + order["reject"]]
     dropped = len(folders) - len(accepted)
-    said = ", best job taken" if order["best"] else f", {dropped} models rejected" if dropped else ""
+    remark = ", best job taken" if order["best"] else f", {dropped} models rejected" if dropped else ""
     models = [load_file(str(folder / "model.safetensors")) for folder in accepted]
     mean = {name: torch.stack([m[name] for m in models]).mean(0) for name in models[0]}
     out = Path(order["out"])
     out.mkdir()
     save_file(mean, str(out / "model.safetensors"))
     (out / "model.json").write_text((best / "model.json").read_text())
-    note |= {"files": time.perf_counter() - began, "said": said, "objective": trained[best]}
+    note |= {"files": time.perf_counter() - began, "remark": remark, "objective": trained[best]}
     (out / "note.json").write_text(json.dumps(note))
     return 0
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundelay.train.place import from_environment
-from roundelay.wire.mpi import MpiNet
-from roundelay.wire.porter import UNWATCHED_S, world
+from roundelay.comm.mpi_backend import MpiCommunicator
+from roundelay.comm.mpi_progress import MAX_SLEEP_IDLE_S, mpi_runtime
+from roundelay.launch.context import context_from_env
 
 SIZES = (100_000, 1_000_000, 10_000_000)
 
@@ -31,40 +31,40 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=15)
     args = p.parse_args()
     torch.set_num_threads(1)
-    place = from_environment(wire="mpi", host="auto", timeout_s=120, device="cpu", machines=0, digest={})
-    net: Any = place.net
-    assert isinstance(net, MpiNet)
-    found: dict[str, dict[str, float]] = {}
+    context = context_from_env(backend="mpi", bind_address="auto", timeout_s=120, device="cpu", simulate_nodes=0, digest={})
+    comm: Any = context.comm
+    assert isinstance(comm, MpiCommunicator)
+    seconds: dict[str, dict[str, float]] = {}
     for size in SIZES:
-        found |= by_agent(place.rank, net, torch.randn(size), args.idle, args.repeats)
-        found |= by_window(place.rank, net, np.random.randn(size).astype(np.float32), args.idle, args.repeats)
-    if place.rank == 0:
-        print(json.dumps(found), flush=True)
-    net.start_mean(torch.zeros(1)).wait()
-    place.close()
+        seconds |= by_message(context.rank, comm, torch.randn(size), args.idle, args.repeats)
+        seconds |= by_window(context.rank, comm, np.random.randn(size).astype(np.float32), args.idle, args.repeats)
+    if context.rank == 0:
+        print(json.dumps(seconds), flush=True)
+    comm.all_reduce_mean(torch.zeros(1)).wait()
+    context.close()
 
 
-def by_agent(rank: int, net: MpiNet, x: torch.Tensor, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
-    part = net.part([0, 1], f"size-{len(x)}")
+def by_message(rank: int, comm: MpiCommunicator, x: torch.Tensor, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
+    part = comm.new_group([0, 1], f"size-{len(x)}")
     assert part is not None
     part.publish(x)
     out = torch.empty_like(x)
-    verbs = {"get": lambda: part.get(1, out), "add": lambda: part.add(1, x)}
-    found = measured(rank, net, f"agent {len(x)}", verbs, idle, repeats)
+    operations = {"get": lambda: part.remote_get(1, out), "add": lambda: part.remote_add(1, x)}
+    seconds = measured(rank, comm, f"message {len(x)}", operations, idle, repeats)
     part.close()
-    return found
+    return seconds
 
 
-def by_window(rank: int, net: MpiNet, x: np.ndarray, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
+def by_window(rank: int, comm: MpiCommunicator, x: np.ndarray, idle: bool, repeats: int) -> dict[str, dict[str, float]]:
     """The same on a window, called by the thread that needs the answer, while a thread of the owner lets MPI move on."""
-    mpi = world().mpi
-    window = mpi.Win.Create(x, disp_unit=x.itemsize, comm=world().comm)
+    mpi = mpi_runtime().mpi
+    window = mpi.Win.Create(x, disp_unit=x.itemsize, comm=mpi_runtime().comm)
     out, done = np.empty_like(x), threading.Event()
 
     def move_on() -> None:
         while not done.is_set():
-            world().comm.Iprobe()
-            time.sleep(UNWATCHED_S / 5)
+            mpi_runtime().comm.Iprobe()
+            time.sleep(MAX_SLEEP_IDLE_S / 5)
 
     threading.Thread(target=move_on, daemon=True).start()
 
@@ -78,34 +78,34 @@ def by_window(rank: int, net: MpiNet, x: np.ndarray, idle: bool, repeats: int) -
         window.Accumulate(x, 1, op=mpi.SUM)
         window.Unlock(1)
 
-    found = measured(rank, net, f"window {len(x)}", {"get": get, "add": add}, idle, repeats)
+    seconds = measured(rank, comm, f"window {len(x)}", {"get": get, "add": add}, idle, repeats)
     done.set()
-    net.start_mean(torch.zeros(1)).wait()
+    comm.all_reduce_mean(torch.zeros(1)).wait()
     window.Free()
-    return found
+    return seconds
 
 
 def measured(
-    rank: int, net: MpiNet, name: str, verbs: dict[str, Callable[[], Any]], idle: bool, repeats: int
+    rank: int, comm: MpiCommunicator, name: str, operations: dict[str, Callable[[], Any]], idle: bool, repeats: int
 ) -> dict[str, dict[str, float]]:
-    net.start_mean(torch.zeros(1)).wait()
-    found: dict[str, float] = {}
+    comm.all_reduce_mean(torch.zeros(1)).wait()
+    seconds: dict[str, float] = {}
     if rank == 0:
-        for verb, call in verbs.items():
+        for name_, call in operations.items():
             times = []
             for _ in range(repeats + 1):
                 began = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - began)
-            found[verb] = round(statistics.median(times[1:]), 6)
-        net.store.set(f"measured/{name}", "1")
+            seconds[name_] = round(statistics.median(times[1:]), 6)
+        comm.store.set(f"measured/{name}", "1")
     else:
         a = torch.randn(256, 256)
-        while net.store.get(f"measured/{name}") is None:
+        while comm.store.get(f"measured/{name}") is None:
             for _ in range(20):
                 time.sleep(0.001) if idle else a.mm(a)
-    net.start_mean(torch.zeros(1)).wait()
-    return {name: found} if rank == 0 else {}
+    comm.all_reduce_mean(torch.zeros(1)).wait()
+    return {name: seconds} if rank == 0 else {}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A task, and the loop inside: epochs, checkpoints, evaluation and events are the engine's business.
+"""Train a task with the built-in loop, which handles epochs, checkpoints, evaluation and events.
 
     python examples/fit_a_task.py
     torchrun --nproc-per-node 2 examples/fit_a_task.py
 
-A task is any class of this shape; it need not import Roundelay. The same class serves the command line:
+A task is any class with these methods; it need not import Roundelay. The command line can train the same class:
 
     roundelay train FILE learners=2          with task = "fit_a_task:Spirals" in FILE
 """
@@ -20,7 +20,7 @@ import roundelay
 
 @dataclass
 class Spirals:
-    """Three arms of a spiral."""
+    """Classify points on three arms of a spiral."""
 
     samples: int = 3000
     seed: int = 0
@@ -45,6 +45,6 @@ class Spirals:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as run:
-        figures = roundelay.fit(Spirals(), strategy="adpsgd", epochs=6, batch=16, lr=0.1, run=run, schedule="cosine")
-        if figures["rank"] == 0:
-            print("held-out:", figures["figures"])
+        metrics = roundelay.fit(Spirals(), strategy="adpsgd", epochs=6, batch=16, lr=0.1, run=run, schedule="cosine")
+        if metrics["rank"] == 0:
+            print("held-out:", metrics["metrics"])

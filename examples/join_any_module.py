@@ -1,21 +1,23 @@
-"""Any torch module, a dataset, and the learners share the work.
+"""Train any torch module on a dataset that the ranks share.
 
     python examples/join_any_module.py
     torchrun --nproc-per-node 2 examples/join_any_module.py
 
-Started alone this is plain SGD. Under torchrun the learners average with their neighbours in the background, and each
-batch goes to whoever is free, so every sample is seen once per epoch by somebody.
+With one process this is plain SGD. Under torchrun the ranks average their models in the background, and each batch goes to the
+first rank that is free, so together they see every sample once per epoch.
 """
 
+from functools import partial
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import roundelay
 
 
 def spirals(samples: int, seed: int) -> TensorDataset:
-    """Points on three arms of a spiral; the class is the arm."""
+    """Return points on three arms of a spiral; the class is the arm."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(3, (samples,), generator=generator)
     along = torch.rand(samples, generator=generator)
@@ -28,16 +30,18 @@ def main() -> None:
     torch.set_num_threads(1)
     module = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    loss = nn.CrossEntropyLoss()
 
-    with roundelay.join(module, optimizer, strategy="adpsgd") as learner:
-        for batch in learner.claim(spirals(3000, seed=1), batch=16, epochs=12):
-            learner.step(lambda: loss(module(batch.x), batch.y), samples=len(batch))  # noqa: B023 - called at once
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(module(x), y)
 
-    # Everybody now holds the average of all learners' models.
+    with roundelay.Session(module, optimizer, strategy="adpsgd") as session:
+        for batch in session.loader(spirals(3000, seed=1), batch_size=16, epochs=12):
+            session.step(partial(loss, batch.x, batch.y), samples=len(batch))
+
+    # All ranks now hold the average of their models.
     x, y = spirals(1000, seed=2).tensors
-    right = (module(x).argmax(1) == y).float().mean()
-    print(f"rank {learner.rank} of {learner.size}: {learner.steps} steps, accuracy {right:.3f}")
+    accuracy = (module(x).argmax(1) == y).float().mean()
+    print(f"rank {session.rank} of {session.size}: {session.steps} steps, accuracy {accuracy:.3f}")
 
 
 if __name__ == "__main__":

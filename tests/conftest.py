@@ -1,4 +1,4 @@
-"""What all tests share: one thread per process, compiled kernels, and processes that never outlive their test."""
+"""Fixtures of all tests: one thread per process, compiled kernels, and processes that never outlive their test."""
 
 from __future__ import annotations
 
@@ -13,36 +13,29 @@ from hypothesis import HealthCheck, settings
 
 from roundelay.core import kernels
 
-# Timing decides nothing here: a loaded machine may take its time over an example.
+# No deadline per example: the machine may have other work.
 settings.register_profile("roundelay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("roundelay")
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real processes on a machine with other work: what fails is tried once more, and the summary names it ("rerun")."""
-    for item in items:
-        if item.get_closest_marker("dist") or item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
-    """Compiles (or loads) the kernels once, here, so that processes started later find them ready."""
-    kernels.warm(torch.float32)
-    kernels.warm(torch.float64)
+    """Compile or load the kernels once, so that processes started later find them in the cache."""
+    kernels.compile_for(torch.float32)
+    kernels.compile_for(torch.float64)
 
 
 @pytest.fixture(scope="session")
 def crew() -> Iterator[Crew]:
-    """Processes that outlive a test: starting one takes seconds, and most tests need a tenth of one."""
-    made = Crew()
-    yield made
-    made.stop()
+    """Processes shared by all tests, because starting one takes seconds."""
+    processes = Crew()
+    yield processes
+    processes.stop()
 
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    """Starts commands in a folder of their own; whatever still runs at the end of the test is killed."""
-    with Jobs(tmp_path) as started:
-        yield started
+    """Start commands in a separate folder; kill those that still run at the end of the test."""
+    with Jobs(tmp_path) as running:
+        yield running

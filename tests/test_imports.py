@@ -1,40 +1,60 @@
-"""Who may import whom, read from the source: the rules that import-linter's contracts cannot say.
+"""Rules on imports and calls that the contracts of import-linter cannot express, checked on the source.
 
-torch.distributed          in wire, train.launch and bench only
-time, random, threading    never in strategy and topology
-strategy, topology         nothing of ours but core, errors and progress; a strategy never another strategy
-asr, feed                  nothing of ours but errors, interrupts and progress
-report                     nothing of ours but core.events, errors and progress
+torch.distributed           only in comm.torch_backend, fleet.store and launch
+greenlet                    only in simulate, replay and api
+time, random, threading …   never in strategies, topology, theory and comm.gossip.protocol
+strategies, topology        import nothing of this package but core, errors and log; no strategy imports another
+speech, data                import nothing of this package but core.process_map, core.interrupts, errors and log
+report                      imports nothing of this package but metrics.events, errors and log
+print()                     only in cli and log
 """
 
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+SOURCE = ROOT / "src"
 MODULES = {
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((SOURCE / "roundelay").rglob("*.py"))
 }
 
-MAY_DISTRIBUTE = ("roundelay.wire", "roundelay.train.launch", "roundelay.bench")
-NO_CLOCK = ("roundelay.strategy", "roundelay.topology")
-CLOCKS_AND_DICE = ("time", "random", "threading")
-BASE = ("roundelay.errors", "roundelay.interrupts", "roundelay.progress")
-MAY_IMPORT_OF_OURS = {
-    "roundelay.strategy": ("roundelay.core", *BASE),
-    "roundelay.topology": ("roundelay.core", *BASE),
-    "roundelay.asr": BASE,
-    "roundelay.feed": BASE,
-    "roundelay.report": ("roundelay.core.events", *BASE),
+ONLY_IN = {
+    "torch.distributed": (
+        "roundelay.comm.torch_backend",
+        "roundelay.fleet.store",
+        "roundelay.launch",
+        "roundelay.bench",
+        "benchmarks",
+    ),
+    "greenlet": ("roundelay.simulate", "roundelay.replay", "roundelay.api"),
 }
+PURE = ("roundelay.strategies", "roundelay.topology", "roundelay.theory", "roundelay.comm.gossip.protocol")
+IMPURE = ("time", "random", "threading", "socket", "selectors")
+BASE = (
+    "roundelay.errors",
+    "roundelay.log",
+    "roundelay.core.interrupts",
+    "roundelay.core.process_map",
+    "roundelay.core.settings",
+)
+SHARED_BY_STRATEGIES = tuple(f"roundelay.strategies.{name}" for name in ("base", "blocks", "step", "worker"))
+MAY_IMPORT = {
+    "roundelay.strategies": ("roundelay.core", *BASE),
+    "roundelay.topology": ("roundelay.core", *BASE),
+    "roundelay.speech": BASE,
+    "roundelay.data": BASE,
+    "roundelay.report": ("roundelay.metrics.events", "roundelay.metrics.run_files", *BASE),
+    "roundelay.comm.gossip": ("roundelay.core", "roundelay.comm.shared_memory", "roundelay.fleet", *BASE),
+}
+MAY_PRINT = ("roundelay.cli", "roundelay.log")
 
 
-def inside(name: str, rooms: tuple[str, ...]) -> bool:
-    return any(name == room or name.startswith(room + ".") for room in rooms)
+def inside(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
 
 
 def dotted(node: ast.expr) -> str:
@@ -43,46 +63,62 @@ def dotted(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def names_used(source: str, module: str, is_package: bool = False) -> list[tuple[int, str]]:
-    """Line and full name of everything imported, and of every use of torch.distributed as an attribute."""
+def imported_names(tree: ast.AST, module: str, is_package: bool) -> list[tuple[int, str]]:
+    """Return line and full name of every import, and of every use of torch.distributed as an attribute."""
     package = module if is_package else module.rpartition(".")[0]
-    used: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(source)):
+    names: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            used += [(node.lineno, alias.name) for alias in node.names]
+            names += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parents = package.split(".")
                 base = ".".join(parents[: len(parents) + 1 - node.level] + ([node.module] if node.module else []))
-            used += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+            names += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Attribute) and dotted(node) == "torch.distributed":
-            used.append((node.lineno, "torch.distributed"))
-    return used
+            names.append((node.lineno, "torch.distributed"))
+    return names
 
 
-def complaints(source: str, module: str, is_package: bool = False) -> list[str]:
-    found = []
-    for line, name in names_used(source, module, is_package):
+def broken_rules(source: str, module: str, is_package: bool = False) -> list[str]:
+    tree = ast.parse(source)
+    broken = []
+    for line, name in imported_names(tree, module, is_package):
         where = f"{module}, line {line}: "
-        if inside(name, ("torch.distributed",)) and not inside(module, MAY_DISTRIBUTE):
-            found.append(where + "torch.distributed belongs in wire, train.launch and bench")
-        if inside(name, CLOCKS_AND_DICE) and inside(module, NO_CLOCK):
-            found.append(where + f"{name} makes the outcome depend on more than (seed, purpose, rank, step)")
-        for room, allowed in MAY_IMPORT_OF_OURS.items():
-            foreign = inside(name, ("roundelay",)) and not inside(name, (room, *allowed))
-            if inside(module, (room,)) and foreign:
-                found.append(where + f"{room} may not import {name}")
-        a_strategy = module.startswith("roundelay.strategy.")
-        if a_strategy and inside(name, ("roundelay.strategy",)) and not inside(name, (module,)):
-            found.append(where + f"a strategy stands alone and may not import {name}")
-    return found
+        for restricted, packages in ONLY_IN.items():
+            if inside(name, (restricted,)) and not inside(module, packages):
+                broken.append(where + f"{restricted} may be imported only in {', '.join(packages)}")
+        if inside(name, IMPURE) and inside(module, PURE):
+            broken.append(where + f"{name} makes the result depend on more than the arguments")
+        for package, allowed in MAY_IMPORT.items():
+            foreign = inside(name, ("roundelay",)) and not inside(name, (package, *allowed))
+            if inside(module, (package,)) and foreign:
+                broken.append(where + f"{package} may not import {name}")
+        is_strategy = module.startswith("roundelay.strategies.")
+        if is_strategy and inside(name, ("roundelay.strategies",)) and not inside(name, (module, *SHARED_BY_STRATEGIES)):
+            broken.append(where + f"a strategy may not import another one: {name}")
+    return broken
+
+
+def print_calls(source: str) -> list[int]:
+    """Return the lines of calls of print()."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_file_keeps_the_import_rules(module: str) -> None:
+def test_every_module_follows_the_import_rules(module: str) -> None:
     path = MODULES[module]
-    assert complaints(path.read_text(), module, path.name == "__init__.py") == []
+    assert broken_rules(path.read_text(), module, path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not inside(module, MAY_PRINT)])
+def test_only_cli_and_log_print(module: str) -> None:
+    assert print_calls(MODULES[module].read_text()) == [], f"{module} must use logging"
 
 
 @pytest.mark.parametrize(
@@ -90,42 +126,53 @@ def test_every_file_keeps_the_import_rules(module: str) -> None:
     [
         ("roundelay.core.flat", "import torch.distributed"),
         ("roundelay.core.flat", "import torch.distributed.rpc as rpc"),
-        ("roundelay.train.loop", "from torch import distributed as dist"),
-        ("roundelay.train.loop", "from torch.distributed import all_reduce"),
-        ("roundelay.train.loop", "import torch\ntorch.distributed.barrier()"),
-        ("roundelay.strategy.sync", "def step():\n    import time"),
-        ("roundelay.strategy.sync", "from threading import Lock"),
-        ("roundelay.topology", "import random"),
-        ("roundelay.strategy.bmuf", "from .kstep import KStep"),
-        ("roundelay.strategy.bmuf", "from . import kstep"),
-        ("roundelay.strategy.sync", "from roundelay import topology"),
-        ("roundelay.strategy.sync", "from roundelay.wire.shm import Shm"),
-        ("roundelay.asr.task", "from ..core import task"),
+        ("roundelay.comm.mpi_backend", "from torch import distributed"),
+        ("roundelay.engine.trainer", "from torch import distributed as dist"),
+        ("roundelay.engine.trainer", "from torch.distributed import all_reduce"),
+        ("roundelay.engine.trainer", "import torch\ntorch.distributed.barrier()"),
+        ("roundelay.engine.learner", "from greenlet import greenlet"),
+        ("roundelay.strategies.sync", "def step():\n    import time"),
+        ("roundelay.strategies.sync", "from threading import Lock"),
+        ("roundelay.topology.matchings", "import random"),
+        ("roundelay.theory", "import time"),
+        ("roundelay.comm.gossip.protocol", "import socket"),
+        ("roundelay.comm.gossip.thread", "from roundelay.comm.torch_backend import TorchCommunicator"),
+        ("roundelay.strategies.bmuf", "from .kstep import KStep"),
+        ("roundelay.strategies.bmuf", "from . import kstep"),
+        ("roundelay.strategies.sync", "from roundelay import topology"),
+        ("roundelay.strategies.sync", "from roundelay.comm.shared_memory import ShmVectors"),
+        ("roundelay.speech.nnet.frame_task", "from roundelay.core import contracts"),
         ("roundelay.report.page", "from roundelay.core import flat"),
     ],
 )
-def test_the_rules_catch(module: str, source: str) -> None:
-    assert complaints(source, module)
+def test_a_broken_rule_is_detected(module: str, source: str) -> None:
+    assert broken_rules(source, module)
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("roundelay.wire.torchdist", "import torch.distributed as dist"),
-        ("roundelay.train.launch", "from torch import distributed"),
-        ("roundelay.bench.throughput", "import torch\ntorch.distributed.barrier()"),
+        ("roundelay.comm.torch_backend", "import torch.distributed as dist"),
+        ("roundelay.launch.local", "from torch import distributed"),
+        ("benchmarks.throughput", "import torch\ntorch.distributed.barrier()"),
+        ("roundelay.simulate.event_loop", "import greenlet"),
         (
-            "roundelay.strategy.sync",
-            "from roundelay.core.worker import Worker\nfrom roundelay.errors import UsageError",
+            "roundelay.strategies.sync",
+            "from roundelay.strategies.worker import Worker\nfrom roundelay.errors import UsageError",
         ),
-        ("roundelay.topology", "import numpy.random"),
-        ("roundelay.asr.task", "from .model import Model\nfrom roundelay.progress import bar"),
-        ("roundelay.report.page", "from roundelay.core.events import Event"),
+        ("roundelay.topology.matchings", "import numpy.random"),
+        ("roundelay.comm.gossip.thread", "from .transport import Connection\nfrom roundelay.core.wait import wait_until"),
+        ("roundelay.speech.nnet.frame_task", "from .model import Model\nfrom roundelay.log.progress import Progress"),
+        ("roundelay.report.page", "from roundelay.metrics.events import Event"),
     ],
 )
-def test_the_rules_allow(module: str, source: str) -> None:
-    assert complaints(source, module) == []
+def test_an_allowed_import_is_accepted(module: str, source: str) -> None:
+    assert broken_rules(source, module) == []
 
 
-def test_the_strategy_table_may_import_its_files() -> None:
-    assert complaints("from .sync import Sync", "roundelay.strategy", is_package=True) == []
+def test_the_table_of_strategies_may_import_their_files() -> None:
+    assert broken_rules("from .sync import Sync", "roundelay.strategies", is_package=True) == []
+
+
+def test_print_calls_are_detected_in_code_only() -> None:
+    assert print_calls("x = 1\nprint(x)\n'print(x)'\nself.print(x)\n# print(x)") == [2]

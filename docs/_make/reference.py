@@ -1,6 +1,6 @@
-"""Writes the reference pages from the code: `make docs` runs this, and a test compares its output with the pages in the tree.
+"""Write the reference pages from the code. `make docs` runs this; a test compares the output with the pages in the tree.
 
-python docs/_make/reference.py          writes docs/reference/*.md
+python docs/_make/reference.py          write docs/reference/*.md
 """
 
 from __future__ import annotations
@@ -11,22 +11,29 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
 import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from roundelay import cli, config, strategy, topology
-from roundelay.asr.model import PRESETS
-from roundelay.core import events, task, traits
-from roundelay.recipe import settings as recipe
-from roundelay.train import api, battery, learner, place
+from roundelay import config, strategies, topology
+from roundelay.api import fit, session
+from roundelay.cli import bench, main
+from roundelay.core import contracts
+from roundelay.core.settings import constraint_of, help_of, key_of
+from roundelay.launch.context import BACKENDS
+from roundelay.metrics import events
+from roundelay.recipes import config as recipe
+from roundelay.speech.nnet.lstm import PRESETS
+from roundelay.strategies import base
+from roundelay.testing import conformance
 
 FOLDER = Path(__file__).parents[1] / "reference"
-MADE = "<!-- Made from the code by docs/_make/reference.py; change it there, then: make docs -->\n\n"
+HEADER = "<!-- Generated from the code by docs/_make/reference.py; change it there, then: make docs -->\n\n"
 SIZES = (2, 3, 4, 5, 6, 8, 16)
 
 
@@ -36,7 +43,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def escaped(cell: str) -> str:
-    """Neither a column's end nor a tag, except inside `code`."""
+    """Escape column separators and tags, except inside `code`."""
     parts = cell.replace("|", "\\|").split("`")
     return "`".join(part.replace("<", "&lt;") if n % 2 == 0 else part for n, part in enumerate(parts))
 
@@ -51,60 +58,114 @@ def default_of(field: Any) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else "required"
 
 
-def shown(value: Any) -> str:
-    """A default as one would write it in a file."""
-    if value in ("", (), {}, None) or (isinstance(value, str) and value == "required"):
-        return str(value) if value == "required" else ""
-    return code(str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value)
+def toml_value(value: Any) -> str:
+    """Return a default in TOML notation; "required" and "empty" are words."""
+    if isinstance(value, str) and value == "required":
+        return value
+    if value is None:
+        return "unset"
+    if value in ("", (), [], {}):
+        return "empty"
+    return code(json.dumps(value, ensure_ascii=False))
+
+
+def sentence(text: str) -> str:
+    """Return a text that begins with a capital letter and ends with a full stop, so that its cell can be read alone."""
+    text = " ".join(text.split())
+    if not text:
+        return ""
+    first = text.split()[0]
+    starts_with_name = first.strip(",:;") in NAMES or first.endswith(",") or text[0] in "`$["
+    text = text if starts_with_name else text[0].upper() + text[1:]
+    return text if text[-1] in ".!?" else text + "."
+
+
+NAMES = frozenset({"lr", "no", "espeak", "corpus", "synth", "scp", "static", "dynamic", "torch", "roundelay"})
+"""Lower-case words that stay so at the beginning of a sentence: they are names."""
 
 
 # ---------------------------------------------------------------------------------------------------------- settings
 
 
 def remarks(cls: type[Any]) -> dict[str, str]:
-    """What stands behind the fields of a class: a comment on the same line, or a string below."""
+    """Return the remark on every field of a class: a comment on the same line, or a string below it."""
     source = textwrap.dedent(inspect.getsource(cls))
     lines = source.splitlines()
     body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)).body
-    found = {}
+    texts = {}
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             comment = re.search(r"  # (.*)$", lines[node.end_lineno - 1] if node.end_lineno else "")
             text = comment[1] if comment else ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 text = " ".join(str(after.value.value).split())
-            found[node.target.id] = text
-    return found
+            texts[node.target.id] = text
+    return texts
 
 
-def limits(name: str) -> str:
-    if name in config.CHOICES:
-        return "one of " + ", ".join(code(c) for c in config.CHOICES[name])
-    return f"at least {config.AT_LEAST[name]:g}" if name in config.AT_LEAST else ""
+def meanings_of(cls: type[Any]) -> dict[str, str]:
+    """Return the help text of every field of a class; without one, the remark in the source."""
+    texts = remarks(cls) if any(not help_of(f) for f in fields(cls)) else {}
+    return {f.name: sentence(help_of(f) or texts.get(f.name, "")) for f in fields(cls)}
+
+
+def constraint(declaration: Field[Any]) -> str:
+    """Return the constraint of a setting for a cell: choices as code."""
+    if choices := declaration.metadata.get("choices"):
+        return "one of " + ", ".join(map(code, choices))
+    return constraint_of(declaration)
+
+
+def type_of(declaration: Field[Any]) -> str:
+    """Return the type of a setting in words of TOML."""
+    names = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "Path": "string"}
+    parts = []
+    for part in str(declaration.type).split(" | "):
+        name = part.partition("[")[0]
+        if name in ("tuple", "list", "Sequence"):
+            parts.append("array")
+        elif name == "dict":
+            parts.append("table")
+        elif name == "Literal":
+            parts.append("string")
+        elif name != "None":
+            parts.append(names.get(name, "string" if isinstance(declaration.default, str) else "table"))
+    return " or ".join(dict.fromkeys(parts))
+
+
+def setting_rows(cls: type[Any], skipped: frozenset[str] = frozenset()) -> list[list[str]]:
+    """Return a row per setting: key, type, default, constraint, meaning."""
+    meanings = meanings_of(cls)
+    return [
+        [code(key_of(f)), type_of(f), toml_value(default_of(f)), constraint(f), meanings[f.name]]
+        for f in fields(cls)
+        if f.name not in skipped and not f.metadata.get("hidden")
+    ]
+
+
+SETTING_HEAD = ["key", "type", "default", "constraint", "meaning"]
 
 
 def settings_page() -> str:
-    said = remarks(config.Settings)
-    kinds = {f.name: str(f.type) for f in fields(config.Settings)}
-    rows = [
-        [
-            code(f.name),
-            re.sub(r"\[.*\]", "", kinds[f.name]).replace("dict", "table"),
-            shown(default_of(f)),
-            limits(f.name),
-            said[f.name],
-        ]
-        for f in sorted(fields(config.Settings), key=lambda f: list(said).index(f.name))
-    ]
+    engine = {f.name for f in fields(config.EngineConfig)}
+    own = setting_rows(config.TrainConfig, frozenset(engine))
     return f"""# Settings
 
-Everything that `roundelay train FILE key=value` takes, in a TOML file or on the command line. Defaults come first, then the file, then the
-command line; later wins, an unknown key is an error. [run.md](../run.md#settings) says when to change what.
+All settings of `roundelay train FILE key=value`, in a TOML file or on the command line. Values of the command line replace those of the file,
+which replace the defaults. An unknown key is an error. [Run](../run.md#settings) explains when to change them.
 
-{table(["key", "kind", "default", "limits", "meaning"], rows)}
+## Engine
 
-`task_options.NAME=value` and `strategy_options.NAME=value` set fields of the task's and the strategy's class. `roundelay config FILE`
-prints every value with where it came from.
+These settings are also keyword arguments of `roundelay.Session`.
+
+{table(SETTING_HEAD, setting_rows(config.EngineConfig))}
+
+## Training loop and run directory
+
+{table(SETTING_HEAD, own)}
+
+`task_options.NAME=value` and `strategy_options.NAME=value` set fields of the class of the task and of the strategy. `roundelay config FILE`
+prints every value with its origin.
 """
 
 
@@ -114,75 +175,91 @@ prints every value with where it came from.
 def option_rows(parser: argparse.ArgumentParser) -> list[list[str]]:
     rows = []
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction | argparse._VersionAction):
+        hidden = action.help == argparse.SUPPRESS
+        if hidden or isinstance(action, argparse._HelpAction | argparse._SubParsersAction | argparse._VersionAction):
             continue
         name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-        takes = "" if action.nargs == 0 or not action.option_strings else " " + str(action.metavar or action.dest.upper())
-        choices = "one of " + ", ".join(map(str, action.choices)) if action.choices else ""
-        default = "the number of cores" if action.dest == "jobs" else action.default
-        help = re.sub(r"\s*\(default \d+\)", "", action.help or "")
-        known = not action.option_strings or default in (None, False, "", 0, 0.0) or "default" in help
-        told = "" if known else f"default: {default}"
-        rows.append([code(name + takes), "; ".join(t for t in (help, choices, told) if t)])
+        value = "" if action.nargs == 0 or not action.option_strings else " " + str(action.metavar or action.dest.upper())
+        text = sentence(re.sub(r"\s*\(default (?:%\(default\)s|[^)]*)\)", "", action.help or ""))
+        choices = f"One of {', '.join(map(code, action.choices))}." if action.choices else ""
+        if choices and text.rstrip(".") == ", ".join(map(str, action.choices)):
+            text = choices
+        elif choices and not all(str(c) in text for c in action.choices):
+            text = f"{text} {choices}".strip()
+        default = "number of cores" if action.dest == "jobs" else action.default
+        if not action.option_strings or default in (None, False, "", 0, 0.0) or "default" in text.lower():
+            default = ""
+        rows.append([code(name + value), code(default) if action.dest != "jobs" else str(default), text])
     return rows
 
 
 def examples_of(text: str) -> list[str]:
-    """The commands of an epilog: one to a line, or separated by semicolons behind 'examples:'."""
-    body = re.sub(r"^\s*examples?:", "", text.strip())
-    return [part.strip() for line in body.splitlines() for part in line.split(";  ") if part.strip()]
+    """Return the commands of an epilog: those on the line of 'examples:', and the indented lines after it."""
+    first, *rest = text.strip().splitlines()
+    lines = [first.partition("examples:")[2], *(line for line in rest if line.startswith("  "))]
+    return [part.strip() for line in lines for part in line.split(";  ") if part.strip() and "…" not in part]
 
 
 def console(commands: list[str]) -> str:
     return "```console\n" + "\n".join(f"$ {c}" for c in commands) + "\n```"
 
 
-class _Caught(Exception):
-    """Carries a benchmark's parser out of its main."""
+class _ParserCreated(Exception):
+    """Raised to leave a function with the parser that it has created."""
 
 
-def bench_parser(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
-    """The parser that a benchmark makes for itself."""
-    caught: list[argparse.ArgumentParser] = []
+def parser_of(function: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
+    """Return the parser that a `main(argv)` creates."""
+    parsers: list[argparse.ArgumentParser] = []
     original = argparse.ArgumentParser.parse_known_args
 
-    def catch(self: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:
-        caught.append(self)
-        raise _Caught
+    def leave(self: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:
+        parsers.append(self)
+        raise _ParserCreated
 
-    argparse.ArgumentParser.parse_known_args = catch  # type: ignore[method-assign, assignment]
+    argparse.ArgumentParser.parse_known_args = leave  # type: ignore[method-assign, assignment]
     try:
-        with contextlib.suppress(_Caught), contextlib.redirect_stdout(io.StringIO()):
-            main([])
+        with contextlib.suppress(_ParserCreated), contextlib.redirect_stdout(io.StringIO()):
+            function([])
     finally:
         argparse.ArgumentParser.parse_known_args = original  # type: ignore[method-assign]
-    return caught[0]
+    return parsers[0]
 
 
 def commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    top = cli.parser()
-    chosen = next(a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    for name, parser in chosen.choices.items():
-        yield f"roundelay {name}", parser
+    """Yield every command with its parser."""
+    for name in main.COMMANDS:
+        if name in main.FORWARDED:
+            yield f"roundelay {name}", parser_of(importlib.import_module(main.FORWARDED[name]).main)
+        else:
+            yield f"roundelay {name}", main.command_parser(name)[0]
         if name == "bench":
-            for which, module in cli.BENCHES.items():
-                yield f"roundelay bench {which}", bench_parser(importlib.import_module(module).main)
+            for which, module in bench.BENCHES.items():
+                yield f"roundelay bench {which}", parser_of(importlib.import_module(module).main)
 
 
 def command_line_page() -> str:
     parts = []
     for name, parser in commands():
         rows = option_rows(parser)
-        parts.append(f"## {name}\n\n{(parser.description or '').strip()}\n")
+        parts.append(f"## {name}\n\n{sentence((parser.description or '').strip().partition(chr(10) * 2)[0])}\n")
         if rows:
-            parts.append(table(["", "meaning"], rows) + "\n")
-        if parser.epilog:
+            parts.append(table(["argument", "default", "meaning"], rows) + "\n")
+        if parser.epilog and examples_of(parser.epilog):
             parts.append(console(examples_of(parser.epilog)) + "\n")
     text = "\n".join(parts)
     return f"""# Command line
 
-`roundelay COMMAND --help` prints the same. `--json` prints one JSON object on standard output; everything for people goes to standard error.
-Exit codes: 0 done, 1 a bug, 2 usage, 3 data, 4 a peer was lost, 130 interrupted.
+`roundelay COMMAND --help` prints the same. With `--json` a command prints one JSON object on standard output. Messages go to standard error.
+
+| exit code | meaning |
+|---|---|
+| 0 | The command succeeded. |
+| 1 | An internal error: please report it. |
+| 2 | The command line or a setting is wrong. |
+| 3 | The data are wrong or missing. |
+| 4 | Another rank failed, and the strategy cannot continue without it. |
+| 130 | The command was interrupted. |
 
 {text}"""
 
@@ -191,55 +268,61 @@ Exit codes: 0 done, 1 a bug, 2 usage, 3 data, 4 a peer was lost, 130 interrupted
 
 
 def tables_page() -> str:
-    said = {name: strategy.describe(name) for name in strategy.STRATEGIES}
+    rows = {name: strategies.describe(name) for name in strategies.STRATEGIES}
     equations = [
-        [f"[{n}](../strategies/{n}.md)", code(d["equation"]), d["use"], d["weakness"], d["reference"]] for n, d in said.items()
+        [f"[{n}](../strategies/{n}.md)", code(d["equation"]), d["use"], d["weakness"], d["reference"]] for n, d in rows.items()
     ]
     options = [
-        [code(n), code(k), shown(v)] for n, d in said.items() for k, v in d["settings"].items() if not isinstance(v, type)
+        [f"[{n}](../strategies/{n}.md#settings)", code(k), toml_value(v)]
+        for n, d in rows.items()
+        for k, v in d["settings"].items()
+        if not isinstance(v, type)
     ]
-    promises = [f.name for f in fields(traits.Traits)]
-    meanings = remarks(traits.Traits)
-    held = [
-        [code(n), *(str(d["traits"][p]).lower().replace("true", "yes").replace("false", "no") for p in promises)]
-        for n, d in said.items()
+    traits = [f.name for f in fields(base.Traits)]
+    meanings = remarks(base.Traits)
+    values = [
+        [code(n), *(str(d["traits"][t]).lower().replace("true", "yes").replace("false", "no") for t in traits)]
+        for n, d in rows.items()
     ]
     mixing = [[code(n), *(f"{topology.gap(n, size):.3f}" for size in SIZES)] for n in topology.TOPOLOGIES]
-    return f"""# Strategies, topologies, wires
+    shapes = [[code(t.name), sentence(t.description), code(t.equation)] for t in topology.TOPOLOGIES.values()]
+    return f"""# Strategies, topologies, backends
 
 ## Strategies
 
 {table(["name", "equation", "use", "weakness", "reference"], equations)}
 
-### Their settings
+### Settings of strategies
 
-Given as `strategy_options.NAME=value`; `topology` is a setting of the engine and handed on.
+Set them with `strategy_options.NAME=value`. The page of each strategy explains when to change them. `topology` is a setting of the engine and is
+passed on to the strategy.
 
 {table(["strategy", "setting", "default"], options)}
 
-### Traits: what each promises
+### Traits of strategies
 
-{table(["trait", "meaning"], [[code(p), meanings[p]] for p in promises])}
+{table(["trait", "meaning"], [[code(t), sentence(meanings[t])] for t in traits])}
 
-{table(["strategy", *promises], held)}
+{table(["strategy", *map(code, traits)], values)}
 
-`hierarchical` has the traits of the strategy between its machines.
+`hierarchical` has the traits of the strategy between its nodes.
 
 ## Topologies
 
-{table(["name", "pairs", "contraction c of the squared spread"], [[code(t.name), t.description, code(t.equation)] for t in topology.TOPOLOGIES.values()])}
+{table(["name", "pairs", "contraction c of the squared spread"], shapes)}
 
-The gap 1 - sqrt(c) per round, by number of learners (1: agreement within a sweep). [topologies.md](../topologies.md) explains it.
+The next table is the gap 1 - sqrt(c) per round, by number of learners. A gap of 1 means that all learners agree within one sweep.
+[Topologies](../topologies.md) explains it.
 
-{table(["name", *map(str, SIZES)], mixing)}
+{table(["name", *(f"{size} learners" for size in SIZES)], mixing)}
 
-## Wires
+## Backends
 
-{table(["name", "who carries the vectors"], [[code(n), text] for n, text in place.WIRES.items()])}
+{table(["name", "communication"], [[code(n), sentence(text)] for n, text in BACKENDS.items()])}
 
 ## Acoustic models
 
-{table(["preset", "parameters", "for"], [[code(n), f"{shape.parameters:,}", use] for n, (shape, use) in PRESETS.items()])}
+{table(["preset", "parameters", "use"], [[code(n), f"{shape.parameters:,}", sentence(use)] for n, (shape, use) in PRESETS.items()])}
 """
 
 
@@ -248,15 +331,19 @@ The gap 1 - sqrt(c) per round, by number of learners (1: agreement within a swee
 
 def events_page() -> str:
     parts = [
-        f"## {kind}\n\n{table(['field', 'meaning'], [[code(k), text] for k, text in known.items()])}\n"
-        for kind, known in events.FIELDS.items()
+        f"## {kind}\n\n{table(['field', 'meaning'], [[code(k), sentence(text)] for k, text in names.items()])}\n"
+        for kind, names in events.FIELDS.items()
     ]
     text = "\n".join(parts)
+    always = table(["field", "meaning"], [[code(k), sentence(text)] for k, text in events.ALWAYS.items()])
     return f"""# Events
 
-A run writes `events.jsonl`: one JSON object per line, appended by every learner. Every event has
-{", ".join(f"`{k}` ({text})" for k, text in events.ALWAYS.items())}. [run.md](../run.md#diagnosing) says what to look at when something is slow or
-does not learn.
+A run writes `events.jsonl`: one JSON object per line, appended by all ranks. [Run](../run.md#diagnose) explains which events to look at when a run is
+slow or does not learn.
+
+## All events
+
+{always}
 
 {text}"""
 
@@ -264,41 +351,23 @@ does not learn.
 # ----------------------------------------------------------------------------------------------------------- recipes
 
 
-def below(cls: type[Any]) -> dict[str, str]:
-    """Remarks on fields, also those that a class keeps in its docstring as `name   meaning`."""
-    found = remarks(cls)
-    names = {f.name for f in fields(cls)}
-    last: list[str] = []
-    for line in (cls.__doc__ or "").splitlines():
-        head = re.match(r"\s*([a-z_]+(?:, [a-z_]+)*)\s{2,}(\S.*)", line)
-        if head and set(head[1].split(", ")) <= names:
-            last = head[1].split(", ")
-            for name in last:
-                found[name] = head[2]
-        elif last and line.strip() and line.startswith("     "):
-            for name in last:
-                found[name] += " " + line.strip()
-        else:
-            last = []
-    return found
+def sections() -> dict[str, type[Any]]:
+    """Return the sections of a recipe with their classes."""
+    tree = {f.name: default_of(f) for f in fields(recipe.Recipe)}
+    return {name: type(value) for name, value in tree.items() if hasattr(value, "__dataclass_fields__")}
 
 
 def recipes_page() -> str:
-    def rows(cls: type[Any]) -> list[list[str]]:
-        said = below(cls)
-        return [[code(f.name), shown(default_of(f)), said.get(f.name, "")] for f in fields(cls) if f.name not in skipped]
-
-    skipped = {"folder", "sources", "given", *recipe.SECTIONS}
-    parts = [f"## The recipe itself\n\n{table(['key', 'default', 'meaning'], rows(recipe.Recipe))}\n"]
-    skipped = set()
-    parts.append(f"## [[source]]\n\n{table(['key', 'default', 'meaning'], rows(recipe.Source))}\n")
-    for name, cls in recipe.SECTIONS.items():
-        parts.append(f"## [{name}]\n\n{table(['key', 'default', 'meaning'], rows(cls))}\n")
+    skipped = frozenset({"sources", "kaldi", "train", *sections()})
+    parts = [f"## Top level\n\n{table(SETTING_HEAD, setting_rows(recipe.Recipe, skipped))}\n"]
+    parts.append(f"## [[source]]\n\n{table(SETTING_HEAD, setting_rows(recipe.SourceConfig))}\n")
+    for name, cls in {**sections(), "kaldi": recipe.KaldiInputs}.items():
+        parts.append(f"## [{name}]\n\n{table(SETTING_HEAD, setting_rows(cls))}\n")
     text = "\n".join(parts)
     return f"""# Recipes
 
-What a `recipe.toml` may say; `section.key=value` on the command line overrides it. `[train]` takes the [settings](settings.md) of the engine
-except {", ".join(code(k) for k in recipe.TOLD_BY_THE_RECIPE)}. [speech.md](../speech.md) says what the stages do.
+The keys of a `recipe.toml`; `section.key=value` on the command line overrides them. `[train]` takes the [settings](settings.md) of `roundelay train`
+except {", ".join(code(k) for k in recipe.DERIVED_KEYS)}, which the pipeline sets. [The speech pipeline](../speech.md) explains the stages.
 
 {text}"""
 
@@ -309,28 +378,45 @@ except {", ".join(code(k) for k in recipe.TOLD_BY_THE_RECIPE)}. [speech.md](../s
 def callable_part(name: str, thing: Any, level: str = "##") -> str:
     signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(thing)))
     signature = re.sub(r"\b(?:[a-z_]+\.)+([A-Z]\w*)", r"\1", signature).replace("(self, ", "(")
-    return f"{level} {name}\n\n```text\n{name}{signature}\n```\n\n{inspect.cleandoc(thing.__doc__ or '')}\n"
+    return f"{level} {name}\n\n```text\n{name}{signature}\n```\n\n{markdown_of(inspect.cleandoc(thing.__doc__ or ''))}\n"
+
+
+def markdown_of(docstring: str) -> str:
+    """Return a docstring as Markdown: arguments as a table, code as a block."""
+    parts = []
+    for part in docstring.split("\n\n"):
+        head, _, rest = part.partition("\n")
+        if head in ("Args:", "Raises:", "Returns:"):
+            items = re.findall(r"^ {4}(\S[^:]*): (.*(?:\n {5,}.*)*)", rest, re.MULTILINE)
+            label = {"Args:": "argument", "Raises:": "exception", "Returns:": "value"}[head]
+            parts.append(table([label, "meaning"], [[code(n), sentence(text)] for n, text in items]))
+        elif head.startswith(("with ", "for ", "    ")):
+            parts.append(f"```text\n{textwrap.dedent(part)}\n```")
+        else:
+            parts.append(part)
+    return "\n\n".join(parts)
 
 
 def python_page() -> str:
-    parts = [callable_part("roundelay.join", api.join)]
-    parts.append("## Learner\n\n" + inspect.cleandoc(learner.Learner.__doc__ or "") + " What `join` returns.\n")
-    for name in ("claim", "step", "until_all_done"):
-        parts.append(callable_part(f"learner.{name}", getattr(learner.Learner, name), "###"))
-    parts.append("`learner.rank` and `learner.size` say which of how many this one is; `learner.steps` counts its steps.\n")
-    parts.append(callable_part("roundelay.fit", api.fit))
-    parts.append("## Task\n\n" + inspect.cleandoc(task.__doc__ or "") + "\n")
+    parts = [callable_part("roundelay.Session", session.Session)]
+    for name in ("loader", "step", "join_uneven"):
+        parts.append(callable_part(f"session.{name}", getattr(session.Session, name), "###"))
+    parts.append(
+        "`session.rank` and `session.size` are the rank and the number of ranks; `session.steps` counts the steps of this rank.\n"
+    )
+    parts.append(callable_part("roundelay.fit", fit.fit))
+    parts.append("## Task\n\n" + inspect.cleandoc(contracts.Task.__doc__ or "") + "\n")
     rows = [
-        [code(n), " ".join((inspect.getdoc(getattr(task.Task, n)) or "").split())]
+        [code(n), sentence(inspect.getdoc(getattr(contracts.Task, n)) or "")]
         for n in ("samples", "build", "batch", "loss", "evaluate")
     ]
-    parts.append(table(["", "meaning"], rows) + "\n")
-    parts.append(callable_part("roundelay.core.events.read_events", events.read_events))
-    parts.append(callable_part("roundelay.train.battery.check_strategy", battery.check_strategy))
+    parts.append(table(["member", "meaning"], rows) + "\n")
+    parts.append(callable_part("roundelay.metrics.events.read_events", events.read_events))
+    parts.append(callable_part("roundelay.testing.conformance.check_strategy", conformance.check_strategy))
     text = "\n".join(parts)
     return f"""# Python
 
-[own-loop.md](../howto/own-loop.md) shows these at work, [own-strategy.md](../howto/own-strategy.md) how a strategy is written.
+[Your own model and loop](../howto/own-loop.md) uses these functions; [Your own strategy](../howto/own-strategy.md) explains how to write a strategy.
 
 {text}"""
 
@@ -347,7 +433,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def render(name: str) -> str:
     os.environ["COLUMNS"] = "120"
-    return MADE + PAGES[name]().rstrip() + "\n"
+    return HEADER + PAGES[name]().rstrip() + "\n"
 
 
 if __name__ == "__main__":

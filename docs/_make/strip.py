@@ -1,12 +1,12 @@
-"""Draws what learners did, step by step, from the events of two real runs: the picture at the top of the README.
+"""Draw every step of two real runs from their events: the picture at the top of the README.
 
-The runs write an event per step (log_every_s=0.01); learner 1 is made to take three times its time for every gradient:
+The runs write an event per step (log_every_s=0.01). Learner 1 is slowed down to a third of its speed:
 
-    roundelay train examples/blstm.toml learners=2 slow=1:3.0 log_every_s=0.01 epochs=0.08 task_options.samples=8192 \\
-        evaluate=false strategy=sync run=runs/strip-sync             # and the same with strategy=adpsgd
+    roundelay train blstm learners=2 straggler=1:3.0 log_every_s=0.01 epochs=0.08 task_options.samples=8192 \\
+        eval_at_checkpoint=false strategy=sync run=runs/strip-sync             # and the same with strategy=adpsgd
 
-    python docs/_make/strip.py record runs/strip-sync runs/strip-adpsgd        keeps what is drawn in docs/pictures/straggler.json
-    python docs/_make/strip.py                                                 draws docs/pictures/straggler.svg from that
+    python docs/_make/strip.py record runs/strip-sync runs/strip-adpsgd        record docs/pictures/straggler.json
+    python docs/_make/strip.py                                                 draw docs/pictures/straggler.svg from it
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from drawing import Picture
+from drawing import Timeline
 
 FOLDER = Path(__file__).parents[1] / "pictures"
 SECONDS = 5.0
 WARM_STEPS = 4
-KINDS = (("data", "wait"), ("compute", "gradient"), ("comm", "wait"), ("update", "move"))
+KINDS = (("data", "wait"), ("compute", "gradient"), ("comm", "wait"), ("update", "update"))
 
 
 def record(run: Path) -> dict[str, Any]:
-    """The steps of every learner within some seconds: when each began, and how long it took by kind."""
-    found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    steps = [e for e in found if e["event"] == "steps" and e["steps"] == 1]
+    """Return the steps of every learner in the first SECONDS: their begin and their seconds by kind."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    steps = [e for e in events if e["event"] == "steps" and e["steps"] == 1]
     ranks = sorted({e["rank"] for e in steps})
     begin = max(next(e["time"] for e in steps if e["rank"] == r and e["step"] >= WARM_STEPS) for r in ranks)
     learners: list[list[dict[str, float]]] = [[] for _ in ranks]
@@ -40,18 +40,16 @@ def record(run: Path) -> dict[str, Any]:
     return {"learners": learners, "batch": batch}
 
 
-def draw(recorded: dict[str, Any]) -> Picture:
-    p = Picture(
-        "two learners, one of them slowed to a third of its speed: every step of five seconds, as measured", SECONDS + 0.9
-    )
+def draw(recorded: dict[str, Any]) -> Timeline:
+    p = Timeline("two learners, one slowed to a third of its speed: all steps of five measured seconds", SECONDS + 0.9)
     p.ticks = [(t, f"{t} s") for t in range(int(SECONDS) + 1)]
     for name in ("sync", "adpsgd"):
         for rank, steps in enumerate(recorded[name]["learners"]):
             lane, done = p.lane(f"{name}, {rank}" + (" (slow)" if rank == 1 else "")), 0
             for step in steps:
                 t = step["at"]
-                for kind, colour in KINDS:
-                    t = p.bar(lane, t, min(t + step[kind], SECONDS), colour)
+                for kind, style in KINDS:
+                    t = p.bar(lane, t, min(t + step[kind], SECONDS), style)
                 done += t <= SECONDS and step["at"] + sum(step[k] for k, _ in KINDS) <= SECONDS
             p.note(lane, SECONDS + 0.06, f"{done} gradients")
     return p

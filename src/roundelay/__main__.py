@@ -2,6 +2,6 @@
 
 import sys
 
-from roundelay.cli import main
+from roundelay.cli.main import main
 
 sys.exit(main())

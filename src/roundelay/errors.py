@@ -1,7 +1,7 @@
-"""Errors for users: what happened, where, and what to do about it.
+"""Errors for users: a message, a location and a hint.
 
-Every mistake a user can make ends in one of these, never in a traceback; the command line prints the three parts and
-leaves with the exit code of the class.
+Mistakes of users and failures of peers, disks and data end in one of these classes, never in a traceback. The command line
+prints the three parts and exits with the code of the class.
 """
 
 from __future__ import annotations
@@ -11,47 +11,47 @@ from collections.abc import Iterable
 
 
 class RoundelayError(Exception):
-    """What happened, where it happened (rank, file, key), and what to do."""
+    """What happened (`message`), where (rank, file, key) and what to do about it (`hint`)."""
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str = "", do: str = "") -> None:
-        self.what, self.where, self.do = what, where, do
-        parts = [what]
+    def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
+        self.message, self.where, self.hint = message, where, hint
+        parts = [message]
         if where:
             parts.append(f"  where: {where}")
-        if do:
-            parts.append(f"  what to do: {do}")
+        if hint:
+            parts.append(f"  what to do: {hint}")
         super().__init__("\n".join(parts))
 
 
 class UsageError(RoundelayError):
-    """The command, a key or a value is wrong."""
+    """A command, key or value is wrong."""
 
     exit_code = 2
 
 
 class DataError(RoundelayError):
-    """A file, a checkpoint or the numbers themselves are bad."""
+    """A file, a checkpoint or a computed number is invalid."""
 
     exit_code = 3
 
 
 class PeerLost(RoundelayError):
-    """Another learner died or no longer answers."""
+    """Another rank ended or stopped answering."""
 
     exit_code = 4
 
 
 class Interrupted(RoundelayError):
-    """The run was asked to stop and has written a checkpoint."""
+    """The run was interrupted and its progress is saved."""
 
     exit_code = 130
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence that offers the known name nearest to a wrong one, or lists them all."""
-    names = sorted(known)
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return a hint with the valid name closest to `name`, or with all valid names."""
+    names = sorted(valid)
     lowered = {n.lower(): n for n in names}
     close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
     return f"did you mean '{lowered[close[0]]}'?" if close else f"choose one of: {', '.join(names)}"

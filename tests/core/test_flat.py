@@ -1,4 +1,4 @@
-"""A module's parameters are views of one vector, and stay what they were to everybody else."""
+"""A module's parameters as views of one vector."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_vector_is_the_parameters_one_after_the_other(widths: list[int]) -> 
 
 
 @given(widths)
-def test_writing_the_vector_writes_the_module_and_the_other_way_round(widths: list[int]) -> None:
+def test_writing_the_vector_writes_the_module_and_vice_versa(widths: list[int]) -> None:
     module = net(widths)
     flat = Flat(module)
     flat.phi.copy_(torch.arange(flat.phi.numel(), dtype=torch.float32))
@@ -65,7 +65,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero() -> None:
     assert torch.count_nonzero(g[:6]) == 6
 
 
-def test_tied_weights_are_one_stretch_of_the_vector_and_stay_tied() -> None:
+def test_tied_weights_are_one_slice_of_the_vector_and_stay_tied() -> None:
     module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     module[1].weight = module[0].weight
     flat = Flat(module)
@@ -91,9 +91,9 @@ def test_frozen_parameters_are_left_alone() -> None:
     assert torch.equal(module[0].weight, frozen)
 
 
-def test_what_cannot_be_one_vector_is_refused() -> None:
+def test_parameters_that_cannot_be_one_vector_are_rejected() -> None:
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(UsageError, match=r"do not share one type[\s\S]*float32[\s\S]*float64"):
+    with pytest.raises(UsageError, match=r"must have one dtype[\s\S]*float32[\s\S]*float64"):
         Flat(mixed)
     with pytest.raises(UsageError, match="no parameter to train"):
         Flat(nn.Tanh())
@@ -101,7 +101,7 @@ def test_what_cannot_be_one_vector_is_refused() -> None:
         Flat(nn.Linear(2, 2).requires_grad_(False))
 
 
-def test_buffers_make_a_vector_and_come_back() -> None:
+def test_buffers_become_a_vector_and_are_loaded_again() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     flat = Flat(module)
     module(torch.randn(8, 2))

@@ -1,4 +1,4 @@
-"""Compiled passes give what the same formula gives in tensor operations."""
+"""Compiled kernels give the results of the same formulas in tensor operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vectors(draw: st.DrawFn, count: int) -> list[Tensor]:
 
 
 def close(a: Tensor, b: Tensor, scale: float = 1e4) -> bool:
-    """Equal but for the rounding of a few operations on numbers of that scale."""
+    """Return whether a and b are equal up to the rounding of a few operations on numbers of that scale."""
     return torch.allclose(a, b, rtol=0, atol=8 * torch.finfo(a.dtype).eps * scale)
 
 

@@ -1,4 +1,4 @@
-"""A real browser without a screen: Chromium, spoken to over its debugging pipe. No port is opened and no driver is needed."""
+"""Headless Chromium, controlled over its debugging pipe. It opens no port and needs no driver."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ OPTIONS = (
 
 
 class Browser:
-    """A context manager; what it started is gone when it is left."""
+    """A browser process. Use it as a context manager: leaving it kills the process."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
         self.problems: list[str] = []
-        """What the page's console and scripts complained about."""
+        """Errors and warnings of the page's console and scripts."""
         self._number = 0
         self._rest = b""
 
     def __enter__(self) -> Browser:
         self._folder = tempfile.mkdtemp(prefix="browser-")
-        to_read, self._out = os.pipe()  # the browser reads its orders from 3 and answers on 4
+        to_read, self._out = os.pipe()  # the browser reads requests from descriptor 3 and writes answers to 4
         self._in, to_write = os.pipe()
-        order = f"exec {CHROMIUM} {' '.join(OPTIONS)} --user-data-dir={self._folder} about:blank 3<&{to_read} 4>&{to_write}"
+        command = f"exec {CHROMIUM} {' '.join(OPTIONS)} --user-data-dir={self._folder} about:blank 3<&{to_read} 4>&{to_write}"
         self._process = subprocess.Popen(
-            ["bash", "-c", order], pass_fds=(to_read, to_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            ["bash", "-c", command], pass_fds=(to_read, to_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
         os.close(to_read)
@@ -52,64 +52,64 @@ class Browser:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         os.close(self._out)
-        os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: the browser and what it has started
+        os.killpg(self._process.pid, signal.SIGKILL)  # its own session: the browser and its child processes
         self._process.wait(10)
         os.close(self._in)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One order; returns its answer."""
+        """Send one request and return its result. Blocks; fails after timeout_s."""
         self._number += 1
-        order = {"id": self._number, "method": method, "params": parameters}
+        request = {"id": self._number, "method": method, "params": parameters}
         if hasattr(self, "_session"):
-            order["sessionId"] = self._session
-        os.write(self._out, json.dumps(order).encode() + b"\0")
-        return self._until(lambda said: said.get("id") == self._number, method).get("result", {})
+            request["sessionId"] = self._session
+        os.write(self._out, json.dumps(request).encode() + b"\0")
+        return self._until(lambda message: message.get("id") == self._number, method).get("result", {})
 
     def _until(self, wanted: Any, what: str) -> dict[str, Any]:
         deadline = time.monotonic() + self.timeout_s
         while True:
             while b"\0" in self._rest:
                 line, _, self._rest = self._rest.partition(b"\0")
-                said = json.loads(line)
-                self._listen(said)
-                assert "error" not in said, f"{what}: {said}"
-                if wanted(said):
-                    return dict(said)
+                message = json.loads(line)
+                self._collect_problem(message)
+                assert "error" not in message, f"{what}: {message}"
+                if wanted(message):
+                    return dict(message)
             left = deadline - time.monotonic()
             assert select.select([self._in], [], [], max(left, 0.0))[0], f"the browser did not answer {what}"
             more = os.read(self._in, 1 << 20)
             assert more, f"the browser ended during {what}"
             self._rest += more
 
-    def _listen(self, said: dict[str, Any]) -> None:
-        about = said.get("params", {})
-        if said.get("method") == "Runtime.exceptionThrown":
-            self.problems.append(str(about["exceptionDetails"].get("text")))
-        elif said.get("method") == "Runtime.consoleAPICalled" and about.get("type") in ("error", "warning", "assert"):
-            self.problems.append(str(about.get("args")))
-        elif said.get("method") == "Log.entryAdded" and about["entry"].get("level") in ("error", "warning"):
-            self.problems.append(str(about["entry"].get("text")))
+    def _collect_problem(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.problems.append(str(params["exceptionDetails"].get("text")))
+        elif message.get("method") == "Runtime.consoleAPICalled" and params.get("type") in ("error", "warning", "assert"):
+            self.problems.append(str(params.get("args")))
+        elif message.get("method") == "Log.entryAdded" and params["entry"].get("level") in ("error", "warning"):
+            self.problems.append(str(params["entry"].get("text")))
 
     def open(self, page: Path, width: int = 1400, height: int = 900, *, dark: bool = False) -> None:
-        """Shows a file as a screen of this width would."""
+        """Load a file on a screen of this size."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         value = "dark" if dark else "light"
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
         self.call("Page.navigate", url=page.resolve().as_uri())
         deadline = time.monotonic() + self.timeout_s
         while self.run("document.readyState + location.href") != "complete" + page.resolve().as_uri():
-            assert time.monotonic() < deadline, f"{page} was not shown"
+            assert time.monotonic() < deadline, f"{page} was not loaded"
             time.sleep(0.02)
 
     def run(self, script: str) -> Any:
-        """The value of an expression on the page."""
+        """Return the value of a JavaScript expression on the page."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def screenshot(self, *, whole: bool = True) -> bytes:
-        """PNG of the page."""
+        """Return a PNG of the page, or of the visible part."""
         return base64.b64decode(
             self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole))["data"]
         )
@@ -121,5 +121,5 @@ class Browser:
         return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
 
     def print(self) -> bytes:
-        """PDF of the page."""
+        """Return a PDF of the page."""
         return base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"])

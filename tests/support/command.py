@@ -1,4 +1,4 @@
-"""The installed command, run as users run it, with a time limit on everything."""
+"""Run the installed command as users do, always with a time limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "G
 
 @dataclass
 class Finished:
-    """A command that has ended."""
+    """Exit code, output and duration of a command that has ended."""
 
     code: int
     out: str
@@ -36,14 +36,14 @@ class Finished:
         return json.loads(self.out)
 
     def expect(self, code: int) -> Finished:
-        """Ended with this exit code; whatever the code, a user's mistake never shows a traceback."""
+        """Assert the exit code, and that no traceback was printed."""
         assert self.code == code, f"exit code {self.code} instead of {code}\n{self.err}\n{self.out}"
         assert "Traceback" not in self.err, self.err
         return self
 
 
 class Job:
-    """A command under way, its output in files so that no pipe can fill up."""
+    """A running command. Its output goes to files, so that no pipe can fill up."""
 
     def __init__(self, command: list[str], folder: Path, name: str, env: dict[str, str]) -> None:
         self.folder, self.name = folder, name
@@ -59,7 +59,7 @@ class Job:
         return (self.folder / f"{self.name}.err").read_text(errors="replace")
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:
-        """Waits for something to happen; the job's end before it, or the time limit, is a failure."""
+        """Poll until `condition` holds. Fail if the job ends first or the time limit expires."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the job ended before {what}\n{self.err}"
@@ -67,35 +67,35 @@ class Job:
             time.sleep(0.01)
 
     def learners(self) -> dict[int, int]:
-        """Process of every rank that this command has started."""
-        found = {}
+        """Return the process id of every rank that this command has started."""
+        processes = {}
         for pid in descendants(self.process.pid):
             with suppress(OSError):
                 name = Path(f"/proc/{pid}/comm").read_text().strip()
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 rank = next((v for v in variables if v.startswith((b"RANK=", b"OMPI_COMM_WORLD_RANK="))), None)
                 if name.startswith("learner-"):
-                    found[int(name.removeprefix("learner-"))] = pid
+                    processes[int(name.removeprefix("learner-"))] = pid
                 elif rank is not None:
-                    found[int(rank.partition(b"=")[2])] = pid
-        return found
+                    processes[int(rank.partition(b"=")[2])] = pid
+        return processes
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
     def end(self, timeout_s: float = 60.0) -> Finished:
-        """Waits for the end; a hang is a failure."""
+        """Wait for the end; fail and kill everything if it does not come in time."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             err = self.err
             self.kill_everything()
-            raise AssertionError(f"no end in {timeout_s:.0f} s\n{err}") from None
+            raise AssertionError(f"not finished within {timeout_s:.0f} s\n{err}") from None
         out = (self.folder / f"{self.name}.out").read_text()
         return Finished(code, out, self.err, time.monotonic() - self.began)
 
     def kill_everything(self) -> None:
-        """SIGKILL for the command and all its learners, as when a machine goes down."""
+        """Send SIGKILL to the command and all its learners, as if the machine failed."""
         for pid in [self.process.pid, *descendants(self.process.pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ class Job:
 
 
 class Jobs:
-    """Starts commands; a context manager that leaves nothing running."""
+    """Start commands; a context manager that kills what is still running at its end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -124,14 +124,15 @@ class Jobs:
         return job
 
     def run(self, *args: str, timeout_s: float = 60.0, **env: str) -> Finished:
-        """`roundelay …`, to its end."""
+        """Run `roundelay …` to its end."""
         return self.start(ROUNDELAY, *args, **env).end(timeout_s)
 
     def task(self, **options: Any) -> str:
-        """Writes a settings file for the task Dots; returns its path."""
+        """Write a settings file for the task Dots and return its path."""
         options = {"trace": str(self.trace), **options}
         lines = ['task = "tasks:Dots"', 'progress = "none"', "batch = 4", "lr = 0.05", "log_every_s = 0.05"]
-        lines.append("save_every_epochs = 100")  # judging a checkpoint takes gradients too, which tests that count must not see
+        # no checkpoints by default: evaluating them computes gradients, which tests that count gradients must not see
+        lines.append("checkpoint_every_epochs = 100")
         lines += ["[task_options]", *(f"{key} = {json.dumps(value)}" for key, value in options.items())]
         path = self.folder / "dots.toml"
         path.write_text("\n".join(lines) + "\n")
@@ -139,29 +140,29 @@ class Jobs:
         return str(path)
 
     def train(self, *overrides: str, run: str = "run", **options: Any) -> Job:
-        """`roundelay train` on the task Dots, in its own run directory."""
+        """Start `roundelay train` on the task Dots, in its own run directory."""
         return self.start(ROUNDELAY, "train", self.task(**options), f"run={run}", *overrides)
 
-    # -- what a run has left behind --------------------------------------------------------------------------------
+    # -- results of a run -----------------------------------------------------------------------------------------
 
     def held(self) -> set[int]:
-        """Ranks that have stopped where the task was told to."""
+        """Return the ranks that wait at the gradient the task is to hold at."""
         return {int(p.name.removeprefix("held-")) for p in self.trace.glob("held-*")}
 
     def release(self) -> None:
-        """Those who wait may go on."""
+        """Let the waiting ranks continue."""
         (self.trace / "go").write_text("")
 
     def batches(self) -> dict[int, list[list[int]]]:
-        """The samples of every gradient, by rank, in order."""
-        found: dict[int, list[list[int]]] = {}
-        for path in sorted(self.trace.glob("samples-*.txt"), key=lambda p: p.stat().st_mtime_ns):  # runs one after another
+        """Return the samples of every gradient, by rank, in order."""
+        batches: dict[int, list[list[int]]] = {}
+        for path in sorted(self.trace.glob("samples-*.txt"), key=lambda p: p.stat().st_mtime_ns):  # oldest run first
             lines = path.read_text().splitlines()
-            found.setdefault(int(path.name.split("-")[1]), []).extend([int(p) for p in line.split()] for line in lines)
-        return found
+            batches.setdefault(int(path.name.split("-")[1]), []).extend([int(p) for p in line.split()] for line in lines)
+        return batches
 
     def counts(self) -> Counter[int]:
-        """How often a gradient was computed on each sample."""
+        """Return how many gradients were computed on each sample."""
         return Counter(p for batches in self.batches().values() for batch in batches for p in batch)
 
     def events(self, run: str = "run", kind: str = "") -> list[dict[str, Any]]:
@@ -177,7 +178,7 @@ class Jobs:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """All processes below this one that are still there."""
+    """Return all descendants of a process that are still running."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -185,14 +186,14 @@ def descendants(pid: int) -> Iterator[int]:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 if fields[0] != "Z":
                     parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = [pid]
-    for parent in found:
-        found += parents.get(parent, [])
-    return iter(found[1:])
+    tree = [pid]
+    for parent in tree:
+        tree += parents.get(parent, [])
+    return iter(tree[1:])
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended (a zombie has)."""
+    """Return whether a process has ended; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

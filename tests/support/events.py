@@ -1,4 +1,4 @@
-"""Run directories written by hand: what a run that ended in some particular way has left behind."""
+"""Run directories with chosen events, as runs that ended in different ways leave them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ BEGAN = 1_700_000_000.0
 
 
 def steps(rank: int, second: float, position: int, **more: Any) -> dict[str, Any]:
-    """One second of a learner that computes half of the time."""
+    """Return the event of one second in which a learner computes half of the time."""
     return {
         "event": "steps", "time": BEGAN + second, "rank": rank, "step": 10, "steps": 10, "samples": 100, "samples_per_s": 100.0,
-        "loss": 2.0 / second, "rate": 0.1, "position": position, "seconds": {"compute": 0.5, "comm": 0.25}, "elapsed_s": 1.0,
-        "staleness": {"0": 8, "3": 2}, "meetings": 5, "bytes": 0, "pair_distance": 0.01 / second, **more,
+        "loss": 2.0 / second, "lr": 0.1, "position": position, "seconds": {"compute": 0.5, "comm": 0.25}, "elapsed_s": 1.0,
+        "staleness": {"0": 8, "3": 2}, "exchanges": 5, "bytes": 0, "pair_distance": 0.01 / second, **more,
     }  # fmt: skip
 
 
-def evaluation(second: float, position: int, final: bool = False, **figures: float) -> dict[str, Any]:
-    made = {"event": "evaluation", "time": BEGAN + second, "rank": 0, "position": position, "figures": figures, "final": final}
-    return made if final else {**made, "spread": 0.05, "effective_rate": 0.9}
+def evaluation(second: float, position: int, final: bool = False, **metrics: float) -> dict[str, Any]:
+    event = {"event": "evaluation", "time": BEGAN + second, "rank": 0, "position": position, "metrics": metrics, "final": final}
+    return event if final else {**event, "spread": 0.05, "effective_rate": 0.9}
 
 
 def start(learners: int, first: int = 0, second: float = 0.0, **more: Any) -> dict[str, Any]:
     ring = [[i, i + 1, 0.25] for i in range(learners - 1)] + ([[0, learners - 1, 0.25]] if learners > 2 else [])
-    mixing = {"kind": "meetings", "topology": "ring", "nodes": list(range(learners)), "machines": [list(range(learners))],
+    mixing = {"kind": "exchanges", "topology": "ring", "nodes": list(range(learners)), "machines": [list(range(learners))],
               "weights": ring, "gap": 0.1234, "period": 2, "rounds_to_1_percent": 17}  # fmt: skip
     return {
         "event": "start", "time": BEGAN + second, "rank": 0, "strategy": "adpsgd", "learners": learners, "first": first,
@@ -35,20 +35,20 @@ def start(learners: int, first: int = 0, second: float = 0.0, **more: Any) -> di
 
 
 def whole(learners: int, seconds: int = 4) -> list[dict[str, Any]]:
-    """A run from start to end."""
-    made = [start(learners)]
+    """Return the events of a run from start to end."""
+    events = [start(learners)]
     for second in range(1, seconds + 1):
-        made += [steps(rank, float(second), 100 * (learners * (second - 1) + rank)) for rank in range(learners)]
-        made.append(evaluation(second, 100 * learners * second, loss=1.0 / second, accuracy=0.5))
-    made.append(evaluation(seconds + 0.1, 100 * learners * seconds, final=True, loss=0.2345, accuracy=0.8765))
-    made.append({"event": "run", "time": BEGAN + seconds + 0.2, "rank": 0, "figures": {"loss": 0.2345}})
-    return made
+        events += [steps(rank, float(second), 100 * (learners * (second - 1) + rank)) for rank in range(learners)]
+        events.append(evaluation(second, 100 * learners * second, loss=1.0 / second, accuracy=0.5))
+    events.append(evaluation(seconds + 0.1, 100 * learners * seconds, final=True, loss=0.2345, accuracy=0.8765))
+    events.append({"event": "run", "time": BEGAN + seconds + 0.2, "rank": 0, "metrics": {"loss": 0.2345}})
+    return events
 
 
 def write_run(
     folder: Path, events: list[dict[str, Any]], cut: str = "", settings: str = 'strategy = "adpsgd"\nseed = 0\n'
 ) -> Path:
-    """A run directory with these events; `cut`: what a crash left of the last line."""
+    """Write a run directory with these events; `cut` is the incomplete last line that a crash leaves."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(settings)
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + cut)
@@ -56,17 +56,17 @@ def write_run(
 
 
 def write_recipe(folder: Path, events: list[dict[str, Any]], errors: int = 2, settings: str = "") -> Path:
-    """A recipe's run directory: an engine's run as its network, and four speakers who said ten words each."""
+    """Write the run directory of a recipe: a training run as its network, and ten words of each of four speakers."""
     write_run(folder / "network", events, settings=settings or 'strategy = "adpsgd"\nseed = 0\n')
-    said = {f"s{speaker}-{n}": ["yes", "no"][n % 2] for speaker in range(4) for n in range(10)}
+    reference = {f"s{speaker}-{n}": ["yes", "no"][n % 2] for speaker in range(4) for n in range(10)}
     data, decoded = folder / "data" / "test", folder / "decode" / "lstm"
     data.mkdir(parents=True)
     decoded.mkdir(parents=True)
     (folder / "data" / "sets.json").write_text('{"test": ["test"]}')
-    (data / "text").write_text("".join(f"{u} {word}\n" for u, word in said.items()))
-    (data / "utt2spk").write_text("".join(f"{u} {u[:2]}\n" for u in said))
-    wrong = [u for u, word in said.items() if word == "yes"][:errors]
-    (decoded / "test.txt").write_text("".join(f"{u} {'yeast' if u in wrong else word}\n" for u, word in said.items()))
+    (data / "text").write_text("".join(f"{u} {word}\n" for u, word in reference.items()))
+    (data / "utt2spk").write_text("".join(f"{u} {u[:2]}\n" for u in reference))
+    wrong = [u for u, word in reference.items() if word == "yes"][:errors]
+    (decoded / "test.txt").write_text("".join(f"{u} {'yeast' if u in wrong else word}\n" for u, word in reference.items()))
     row = {"name": "lstm", "set": "test", "wer": 2.5 * errors, "low": 0.0, "high": 10.0, "words": 40, "speakers": 4}
     (folder / "result.json").write_text(json.dumps({"systems": [row], "paired": []}))
     return folder

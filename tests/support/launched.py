@@ -1,4 +1,4 @@
-"""Run under torchrun or mpirun: trains every deterministic strategy one after another; rank 0 prints what came out of each."""
+"""Script for torchrun or mpirun: train with every deterministic strategy; rank 0 prints a hash of each result."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from typing import Any
 
 import torch
 
-from roundelay.strategy import STRATEGIES, build
-from roundelay.train.battery import Case, run_lesson
-from roundelay.train.place import from_environment, open_place
-from roundelay.wire.store import JobStore
+from roundelay.fleet.store import JobStore
+from roundelay.launch.context import context_from_env, create_context
+from roundelay.strategies import STRATEGIES, build
+from roundelay.testing.check_jobs import RunSpec, run_toy_task
 
 
-def main(wire: str) -> None:
+def main(backend: str) -> None:
     torch.set_num_threads(1)
-    place = from_environment(wire=wire, host="127.0.0.1", timeout_s=60.0, device="cpu", machines=0, digest={})
-    store: Any = place.net.store
+    context = context_from_env(
+        backend=backend, bind_address="127.0.0.1", timeout_s=60.0, device="cpu", simulate_nodes=0, digest={}
+    )
+    store: Any = context.comm.store
     assert isinstance(store, JobStore)
-    found = {}
+    hashes = {}
     for name in [*STRATEGIES, "hierarchical(kstep)"]:
         if name == "single" or not build(name).traits.deterministic:
             continue
-        machines = 2 if "hierarchical" in name else 0
-        apart = open_place(
-            store.under(f"{name}/"), place.rank, place.size, place.machines[place.rank],
-            wire=wire, host="127.0.0.1", timeout_s=60.0, device=place.device, machines=machines, digest={},
+        simulate_nodes = 2 if "hierarchical" in name else 0
+        own_context = create_context(
+            store.under(f"{name}/"), context.rank, context.size, context.machines[context.rank], backend=backend,
+            bind_address="127.0.0.1", timeout_s=60.0, device=context.device, simulate_nodes=simulate_nodes, digest={},
         )  # fmt: skip
-        w = run_lesson(apart, Case(name, machines=machines))["w"]
-        found[name] = hashlib.sha256(w.tobytes()).hexdigest()
-    if place.rank == 0:
-        print(json.dumps(found), flush=True)
-    place.close()
+        w = run_toy_task(own_context, RunSpec(name, simulate_nodes=simulate_nodes))["w"]
+        hashes[name] = hashlib.sha256(w.tobytes()).hexdigest()
+    if context.rank == 0:
+        print(json.dumps(hashes), flush=True)
+    context.close()
 
 
 if __name__ == "__main__":

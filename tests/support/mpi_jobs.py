@@ -1,4 +1,4 @@
-"""Jobs that look at how a wire waits and moves on."""
+"""Jobs that observe how a backend waits and makes progress."""
 
 from __future__ import annotations
 
@@ -7,46 +7,44 @@ from typing import Any
 
 import torch
 
-from roundelay.train.place import Place
+from roundelay.core.wait import wait_until
+from roundelay.launch.context import DistributedContext
 
-PATIENCE_S = 30.0
-
-
-def where(place: Place) -> str:
-    """The name of this learner's machine."""
-    return place.hosts[place.rank]
+TIMEOUT_S = 30.0
 
 
-def waiting(place: Place, seconds: float) -> dict[str, float]:
-    """Everybody waits for rank 0; the seconds of it, and the CPU seconds it took."""
-    place.net.start_mean(torch.zeros(1)).wait()
+def where(context: DistributedContext) -> str:
+    """Return the host name of this rank."""
+    return context.hosts[context.rank]
+
+
+def waiting(context: DistributedContext, seconds: float) -> dict[str, float]:
+    """Make all ranks wait for rank 0; return the seconds of the wait and its CPU seconds."""
+    context.comm.all_reduce_mean(torch.zeros(1)).wait()
     began, cpu = time.monotonic(), time.process_time()
-    if place.rank == 0:
+    if context.rank == 0:
         time.sleep(seconds)
-    place.net.start_mean(torch.zeros(1)).wait()
+    context.comm.all_reduce_mean(torch.zeros(1)).wait()
     return {"waited": time.monotonic() - began, "cpu": time.process_time() - cpu}
 
 
-def overlapping(place: Place, length: int) -> dict[str, Any]:
-    """A mean is started, then nobody calls the wire again: does it arrive while everybody computes?"""
+def overlapping(context: DistributedContext, length: int) -> dict[str, Any]:
+    """Start a mean and compute without calling the backend; return whether the mean completes meanwhile."""
     a = torch.randn(64, 64)
-    pending = place.net.start_mean(torch.full((length,), float(place.rank)))
-    deadline = time.monotonic() + PATIENCE_S
-    while not pending.done and time.monotonic() < deadline:
-        a.mm(a)
-    arrived = pending.done
-    return {"arrived": arrived, "mean": float(pending.wait().mean())}
+    work = context.comm.all_reduce_mean(torch.full((length,), float(context.rank)))
+    done = wait_until(lambda: work.done, TIMEOUT_S, poll_s=0.0, sleep=lambda seconds: a.mm(a))
+    return {"done": done, "mean": float(work.wait().mean())}
 
 
-def one_sided(place: Place, length: int, times: int) -> dict[str, Any]:
-    """Everybody adds ones to everybody's vector, its own among them, and then reads them all."""
-    net = place.net
-    net.publish(torch.zeros(length))
-    versions = [net.add(peer, torch.ones(length)) for _ in range(times) for peer in range(place.size)]
-    net.start_mean(torch.zeros(1)).wait()
-    seen = []
-    for peer in range(place.size):
+def one_sided(context: DistributedContext, length: int, times: int) -> dict[str, Any]:
+    """Add ones to the vectors of all ranks, the own one included, and then read them all."""
+    comm = context.comm
+    comm.publish(torch.zeros(length))
+    versions = [comm.remote_add(peer, torch.ones(length)) for _ in range(times) for peer in range(context.size)]
+    comm.all_reduce_mean(torch.zeros(1)).wait()
+    reads = []
+    for peer in range(context.size):
         out = torch.empty(length)
-        seen.append((net.get(peer, out), float(out.min()), float(out.max())))
-    net.start_mean(torch.zeros(1)).wait()
-    return {"versions": versions, "seen": seen}
+        reads.append((comm.remote_get(peer, out), float(out.min()), float(out.max())))
+    comm.all_reduce_mean(torch.zeros(1)).wait()
+    return {"versions": versions, "reads": reads}

@@ -1,15 +1,15 @@
-"""What the pages of the documentation say that can be run or compared: commands with what they print, code, files.
+"""Parse the executable parts of documentation pages: commands with their output, code, files.
 
-```console      lines that begin with "$ " are commands, run in the order of the page; what follows is what they print.
-                "…" on a line of its own stands for any lines, inside a line for any text.
-```python       is run, all blocks of a page in one namespace, in their place among the commands.
-```toml bash json   must be valid; ```text is for people only and may hold no command.
-`roundelay …`   in running text is a command, too; with NAMES IN CAPITALS it is a pattern, and only parsed.
+```console      lines that begin with "$ " are commands, run in the order of the page; the lines after one are its output.
+                "…" as a whole line matches any lines, inside a line any text.
+```python       is executed, all blocks of a page in one namespace, in order with the commands.
+```toml bash json   must be valid. ```text is not checked and may not contain a command.
+`roundelay …`   in running text is also a command. With NAMES IN CAPITALS it is a pattern and only parsed.
 
-A comment before a fence says more:
-<!-- file: PATH -->        the block is written to PATH, where later commands find it
-<!-- measured -->          the output's numbers differ from run to run: compared without them
-<!-- exit: N -->           the commands of the block end with this code, not with 0
+A comment before a fence adds options:
+<!-- file: PATH -->        write the block to PATH before later commands run
+<!-- measured -->          the numbers of the output vary: compare the output without them
+<!-- exit: N -->           the commands of the block exit with code N
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "recipes").glob("*/*.md")),
+    *sorted((ROOT / "src" / "roundelay" / "recipes").glob("*/*.md")),
 ]
 PROGRAMS = ("roundelay", "sudo", "torchrun", "python", "make", "mpirun", "srun", "sbatch", "git", "pip")
 FENCE = re.compile(r"^(\s*)(`{3,})(\w*)\s*$")
@@ -50,7 +50,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block that is no console."""
+    """A fenced block other than a console block."""
 
     page: str
     line: int
@@ -65,7 +65,7 @@ class Block:
 
 @dataclass
 class Page:
-    """What a page holds, in its order."""
+    """The commands and blocks of a page, in order."""
 
     name: str
     items: list[Command | Block] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Page:
 
 
 def read(path: Path) -> Page:
-    """A page taken apart."""
+    """Parse a page."""
     page = Page(str(path.relative_to(ROOT)))
     lines = path.read_text(encoding="utf-8").splitlines()
     marks: dict[str, str] = {}
@@ -114,31 +114,31 @@ def read(path: Path) -> Page:
 
 
 def inline(page: str, first: int, paragraph: str) -> list[Command]:
-    """The commands in running text, which may go on in the next line."""
+    """Return the commands in running text. A command may continue on the next line."""
     return [
-        Command(page, first + paragraph[: found.start()].count("\n"), " ".join(found[1].split()), inline=True)
-        for found in INLINE.finditer(paragraph)
+        Command(page, first + paragraph[: match.start()].count("\n"), " ".join(match[1].split()), inline=True)
+        for match in INLINE.finditer(paragraph)
     ]
 
 
 def commands(page: str, first: int, body: list[str], marks: dict[str, str]) -> list[Command]:
-    """The commands of a console block, each with the lines it is said to print."""
-    found: list[tuple[int, str, list[str]]] = []
-    going_on = False
+    """Return the commands of a console block, each with its expected output."""
+    rows: list[tuple[int, str, list[str]]] = []
+    continued = False
     for number, line in enumerate(body, first):
-        if going_on:
-            at, text, output = found.pop()
-            found.append((at, text.rstrip("\\").rstrip() + " " + line.strip(), output))
+        if continued:
+            at, text, output = rows.pop()
+            rows.append((at, text.rstrip("\\").rstrip() + " " + line.strip(), output))
         elif line.startswith("$ "):
-            found.append((number, line[2:], []))
-        elif not found:
-            raise AssertionError(f"{page}:{number}: a console block begins with a command: $ roundelay …")
+            rows.append((number, line[2:], []))
+        elif not rows:
+            raise AssertionError(f"{page}:{number}: a console block must begin with a command: $ roundelay …")
         else:
-            found[-1][2].append(line)
-        going_on = (going_on or line.startswith("$ ")) and line.rstrip().endswith("\\")
+            rows[-1][2].append(line)
+        continued = (continued or line.startswith("$ ")) and line.rstrip().endswith("\\")
     return [
         Command(page, at, without_comment(text), tuple(output), "measured" in marks, int(marks.get("exit", 0)))
-        for at, text, output in found
+        for at, text, output in rows
     ]
 
 
@@ -147,21 +147,21 @@ def without_comment(text: str) -> str:
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a command has places for the reader to fill: NAMES IN CAPITALS, key=value, an ellipsis."""
-    return bool(re.search(r"(?:^|[\s=])[A-Z][A-Z_]*\b(?!=)|key=value|…|\.\.\.", text))
+    """Return True if a command has placeholders: NAMES IN CAPITALS, key=value, an ellipsis."""
+    return bool(re.search(r"(?:^|[\s=]|benchmarks\.)[A-Z][A-Z_]*\b(?!=)|key=value|…|\.\.\.", text))
 
 
-# ------------------------------------------------------------------------------------------------ comparing what is said
+# ------------------------------------------------------------------------------------------------ comparing output
 
 
-def same(said: tuple[str, ...], printed: str, measured: bool) -> bool:
-    """Whether what was printed fits what the page shows."""
+def same(expected: tuple[str, ...], printed: str, measured: bool) -> bool:
+    """Return True if the output matches the page."""
 
     def plain(text: str) -> str:
         text = " ".join(text.split())
         return re.sub(r"[+-]?\d[\d,]*(?:\.\d+)?", "0", text) if measured else text
 
-    wanted = [plain(line) for line in said]
+    wanted = [plain(line) for line in expected]
     while wanted and not wanted[-1]:
         wanted.pop()
     pattern = ""

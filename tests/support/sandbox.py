@@ -1,8 +1,9 @@
-"""A folder in which the commands of a page are run, with what they expect to find there."""
+"""A directory with prepared files in which the commands of a page are run."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import runpy
 import shlex
@@ -19,7 +20,7 @@ from pathlib import Path
 from command import BIN, LAUNCHER_VARIABLES
 from pages import ROOT
 
-from roundelay import cli
+from roundelay.cli import main
 
 LIMIT_S = 400.0
 SHELL = ("&", ";", "|", "$", "<")
@@ -27,7 +28,7 @@ SHELL = ("&", ";", "|", "$", "<")
 
 @dataclass
 class Outcome:
-    """What came of a command."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -39,33 +40,32 @@ class Outcome:
 
 
 class Sandbox:
-    """Commands run here in order; what one leaves behind the next one finds."""
+    """A working directory that all commands of a page share."""
 
-    def __init__(self, folder: Path, road: Path | None = None) -> None:
+    def __init__(self, folder: Path, pipeline: Path | None = None) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copytree(ROOT / "examples", folder / "examples", dirs_exist_ok=True)
-        for name in ("recipes", "docs"):
-            (folder / name).symlink_to(ROOT / name)
+        (folder / "docs").symlink_to(ROOT / "docs")
         (folder / "benchmarks" / "results").mkdir(parents=True)
         (folder / "runs").mkdir()
         self.module = types.ModuleType("page")
-        if road is not None:
-            self._furnish(road)
+        if pipeline is not None:
+            self._furnish(pipeline)
 
-    def _furnish(self, road: Path) -> None:
-        """A corpus, a finished run and hypotheses, under the names that pages use."""
-        (self.folder / "road").symlink_to(road)
+    def _furnish(self, pipeline: Path) -> None:
+        """Add a corpus, a finished run and hypotheses, under the names that pages use."""
+        (self.folder / "pipeline").symlink_to(pipeline)
         for name in ("spoken", "mine"):
-            shutil.copytree(road / "runs" / "mine", self.folder / "runs" / name)
+            shutil.copytree(pipeline / "runs" / "mine", self.folder / "runs" / name)
         for name, part in (("train", "train"), ("test", "test"), ("new", "test")):
-            place = self.folder / "data" / name
-            place.parent.mkdir(exist_ok=True)
-            place.symlink_to(road / "my-speech" / part)
+            context = self.folder / "data" / name
+            context.parent.mkdir(exist_ok=True)
+            context.symlink_to(pipeline / "my-speech" / part)
         (self.folder / "my").mkdir()
-        (self.folder / "my" / "data_dir").symlink_to(road / "my-speech" / "test")
+        (self.folder / "my" / "data_dir").symlink_to(pipeline / "my-speech" / "test")
         for name in ("hyp.txt", "other.txt"):
-            shutil.copy(road / "hyp.txt", self.folder / name)
+            shutil.copy(pipeline / "hyp.txt", self.folder / name)
 
     def write(self, name: str, text: str) -> None:
         path = self.folder / name
@@ -73,7 +73,7 @@ class Sandbox:
         path.write_text(text, encoding="utf-8")
 
     def run(self, text: str) -> Outcome:
-        """In this process where that is possible: a new one takes seconds to load torch."""
+        """Run a command, in this process if possible: a new process takes seconds to import torch."""
         words = shlex.split(text)
         if any(sign in text for sign in SHELL) or words[0] not in ("roundelay", "python"):
             return self._in_a_shell(text)
@@ -90,27 +90,37 @@ class Sandbox:
     def _here(self, words: list[str]) -> Outcome:
         with self._inside() as (out, err):
             try:
-                if words[0] == "python":
+                if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
+                    sys.path.insert(0, str(ROOT))
+                    code = int(importlib.import_module(words[2]).main(words[3:]) or 0)
+                elif words[:2] == ["python", "-m"]:
+                    sys.path.insert(0, str(ROOT))
+                    sys.argv = words[2:]
+                    runpy.run_module(words[2], run_name="__main__")
+                    code = 0
+                elif words[0] == "python":
                     sys.argv = words[1:]
                     sys.path.insert(0, str((self.folder / words[1]).parent))
                     runpy.run_path(words[1], run_name="__main__")
                     code = 0
                 else:
-                    code = cli.main(words[1:])
+                    code = main.main(words[1:])
             except SystemExit as end:
                 code = int(end.code or 0)
         return Outcome(code, out.read_text(), err.read_text())
 
     def python(self, text: str, where: str) -> None:
-        """A block of a page; names stay for its later blocks."""
+        """Execute a block of a page. Later blocks see its names."""
         with self._inside():
             sys.modules["page"] = self.module
             exec(compile(text, where, "exec"), self.module.__dict__)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[tuple[Path, Path]]:
-        """In the folder, its output in files (processes that it starts write there, too), and with no trace left in this
-        process: paths, arguments, modules that were found here."""
+        """Change to the directory and redirect output to files, also for child processes.
+
+        On exit, restore the paths, arguments and modules of this process.
+        """
         out, err = self.folder / ".out", self.folder / ".err"
         before, path, argv, modules = Path.cwd(), list(sys.path), sys.argv, set(sys.modules)
         os.chdir(self.folder)
@@ -130,7 +140,7 @@ class Sandbox:
             port = str(probe.getsockname()[1])
         env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
         env |= {"PATH": f"{BIN}:{env['PATH']}", "OMP_NUM_THREADS": "1", "PORT": port}
-        if text.endswith("; wait"):  # a bare wait forgets how the background ended
+        if text.endswith("; wait"):  # a bare wait loses the exit codes of background jobs
             text = text.removesuffix("wait") + "code=$?; for job in $(jobs -p); do wait $job || code=$?; done; exit $code"
         job = subprocess.Popen(
             ["bash", "-c", f"set -o pipefail; {text}"], cwd=self.folder, env=env, stdout=subprocess.PIPE,
@@ -141,5 +151,5 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
             out, err = job.communicate()
-            return Outcome(-1, out, f"{err}\nno end in {LIMIT_S:.0f} s")
+            return Outcome(-1, out, f"{err}\nnot finished after {LIMIT_S:.0f} s")
         return Outcome(job.returncode, out, err)

@@ -1,4 +1,4 @@
-"""Tasks for the tests of whole runs: small, slow on demand, and able to stop at a place of the test's choosing."""
+"""Tasks for tests of whole runs: small, slow on demand, and able to wait at a chosen gradient."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundelay.core.task import epoch_order
+from roundelay.data.epoch_order import epoch_order
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Dots:
-    """Three classes of points; a two-layer net tells them apart."""
+    """Classify points of three classes with a two-layer network."""
 
     samples: int = 120
     seed: int = 0
     dropout: float = 0.0
     pause_s: float = 0.0
-    """How long every gradient takes at least."""
+    """Minimum seconds per gradient."""
     trace: str = ""
-    """A folder in which every process writes down the samples it computes gradients on."""
+    """Folder in which every process records the samples of its gradients."""
     hold_at: int = -1
-    """The gradient of this run, counted from 0, at which to wait for the file `go` in the trace folder."""
+    """Number of the gradient, from 0, at which to wait for the file `go` in the trace folder."""
     hold_rank: int = -1
-    """Who waits; -1: everybody."""
-    nan_place: int = -1
-    """A sample whose features are not numbers."""
+    """Rank that waits; -1 for all ranks."""
+    nan_sample: int = -1
+    """Index of a sample whose features are NaN."""
     hold_save: int = -1
-    """The checkpoint of this run, counted from 0, in the middle of whose writing to wait for ever."""
+    """Position of the checkpoint that is never completed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_calls", [0])
@@ -43,24 +43,24 @@ class Dots:
         y = (x @ torch.randn(6, 3, generator=generator)).argmax(1)
         object.__setattr__(self, "_data", (x, y))
         if self.hold_save >= 0:
-            self._sabotage_saving()
+            self._hold_checkpoint()
 
     def build(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(8, 3))
 
     def batch(self, epoch: int, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        places = torch.from_numpy(epoch_order(self.seed, epoch, self.samples)[start:stop])
+        samples = torch.from_numpy(epoch_order(self.seed, epoch, self.samples)[start:stop])
         x, y = self._data  # type: ignore[attr-defined]
-        x = x[places]
-        x[places == self.nan_place] = float("nan")
-        return x, y[places], places
+        x = x[samples]
+        x[samples == self.nan_sample] = float("nan")
+        return x, y[samples], samples
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        x, y, places = batch
+        x, y, samples = batch
         if module.training:
-            self._note(places)
+            self._record(samples)
             time.sleep(self.pause_s)
-        if len(y) == 1:  # batch normalization cannot learn from one sample
+        if len(y) == 1:  # batch normalization needs two samples
             x, y = torch.cat([x, x + 1e-3]), torch.cat([y, y])
         return nn.functional.cross_entropy(module(x), y)
 
@@ -72,38 +72,38 @@ class Dots:
             "error": (wrong, float(len(y))),
         }
 
-    # -- what tests look at ----------------------------------------------------------------------------------------
+    # -- records for tests -----------------------------------------------------------------------------------------
 
-    def _note(self, places: Tensor) -> None:
+    def _record(self, samples: Tensor) -> None:
         calls: list[int] = self._calls  # type: ignore[attr-defined]
         number, calls[0] = calls[0], calls[0] + 1
         if not self.trace:
             return
         folder, rank = Path(self.trace), int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
         with open(folder / f"samples-{rank}-{os.getpid()}.txt", "a") as file:
-            file.write(" ".join(str(int(p)) for p in places) + "\n")
+            file.write(" ".join(str(int(p)) for p in samples) + "\n")
         if number == self.hold_at and self.hold_rank in (-1, rank):
             (folder / f"held-{rank}").write_text(str(os.getpid()))
             wait_for(folder / "go")
 
-    def _sabotage_saving(self) -> None:
-        """The checkpoint at that many samples stops for good when its shards are written and it is about to become complete,
-        in whichever process completes it."""
-        from roundelay.train import checkpoint
+    def _hold_checkpoint(self) -> None:
+        """Make the process that completes the checkpoint at `hold_save` wait forever when all its shards are written."""
+        from roundelay.engine import checkpoint
 
-        describe = checkpoint.Checkpoints.describe
+        write_manifest = checkpoint.Checkpoints.write_manifest
 
-        def held(self_: Any, partial: Path, position: int, living: list[int]) -> Any:
-            meta = describe(self_, partial, position, living)
+        def hold(self_: Any, partial: Path, position: int, live_ranks: list[int]) -> Any:
+            meta = write_manifest(self_, partial, position, live_ranks)
             if position == self.hold_save:
                 (Path(self.trace) / "saving").write_text(str(os.getpid()))
                 wait_for(Path(self.trace) / "never")
             return meta
 
-        checkpoint.Checkpoints.describe = held  # type: ignore[method-assign]
+        checkpoint.Checkpoints.write_manifest = hold  # type: ignore[method-assign]
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    """Poll until a file exists, for at most TIMEOUT_S."""
+    deadline = time.monotonic() + TIMEOUT_S
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""A command in a terminal of a given width, and what a person would have seen there."""
+"""Run a command in a pseudo-terminal of a chosen width and return what it displayed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from command import LAUNCHER_VARIABLES
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def in_terminal(
@@ -27,35 +27,35 @@ def in_terminal(
     timeout_s: float = 100.0,
     **env: str,
 ) -> tuple[int, str]:
-    """Exit code and everything that was written to the terminal."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-    kept = ("NO_COLOR", "COLUMNS", "FORCE_COLOR", *LAUNCHER_VARIABLES)
-    base = {k: v for k, v in os.environ.items() if k not in kept}
+    """Return the exit code and everything written to the terminal."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    removed = ("NO_COLOR", "COLUMNS", "FORCE_COLOR", *LAUNCHER_VARIABLES)
+    base = {k: v for k, v in os.environ.items() if k not in removed}
     process = subprocess.Popen(
-        command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        command, cwd=folder, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
         env={**base, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", **env},
     )  # fmt: skip
-    os.close(theirs)
-    seen, deadline = b"", time.monotonic() + timeout_s
+    os.close(slave)
+    output, deadline = b"", time.monotonic() + timeout_s
     try:
         while True:
-            ready, _, _ = select.select([ours], [], [], 0.2)
+            ready, _, _ = select.select([master], [], [], 0.2)
             try:
-                piece = os.read(ours, 65536) if ready else b""
-            except OSError:  # the other end is closed: all processes have ended
+                data = os.read(master, 65536) if ready else b""
+            except OSError:  # the slave end is closed: all processes have ended
                 break
-            seen += piece
-            if not piece and process.poll() is not None:
+            output += data
+            if not data and process.poll() is not None:
                 break
-            assert time.monotonic() < deadline, f"no end in {timeout_s:.0f} s\n{seen.decode(errors='replace')}"
+            assert time.monotonic() < deadline, f"not finished within {timeout_s:.0f} s\n{output.decode(errors='replace')}"
         code = process.wait(max(1.0, deadline - time.monotonic()))
     finally:
         process.kill()
-        os.close(ours)
-    return code, seen.decode(errors="replace")
+        os.close(master)
+    return code, output.decode(errors="replace")
 
 
-def lines_of(seen: str) -> list[str]:
-    """What was drawn, line by line, without the codes that move the cursor or give colours."""
-    return re.split(r"[\r\n]+", ESCAPE.sub("", seen))
+def lines_of(output: str) -> list[str]:
+    """Return the displayed lines without cursor movements and colors."""
+    return re.split(r"[\r\n]+", ESCAPE.sub("", output))

@@ -1,7 +1,7 @@
-"""A folder as people who have Kaldi hold it, in miniature: features in three streams, alignments, a text model, HCLG.
+"""Write a miniature Kaldi experiment: features in three streams, alignments, a text model, HCLG.
 
-Every state of every phone has features of its own, so what is said can be learned in seconds; the true state of every frame is
-the alignment. Written with kaldiio and kaldifst, not with our own writers.
+Every state of every phone has distinct features, so a network learns them in seconds. The alignment is the true state of every
+frame. The files are written with kaldiio and kaldifst, not with the writers under test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORDS = {"LARK": (1, 2), "WREN": (2, 3), "ROBIN": (3, 4, 1), "FINCH": (5, 6), "S
 SILENCE = 0
 PHONES, STATES = 7, 2
 PDFS = np.random.default_rng(7).permutation(PHONES * STATES)
-"""The pdf of each (phone, state), in their order: not the order itself, so that no mistake can hide in it."""
+"""The pdf of each (phone, state): a permutation, so that a test detects pdfs in the wrong order."""
 NUM_PDFS = len(PDFS)
 FMLLR, IVECTOR, LOGMEL = 6, 3, 5
 
@@ -28,11 +28,12 @@ SETS = {"train": (40, 5), "dev": (12, 2), "eval2000": (15, 3)}
 
 
 def enters(phone: int, state: int) -> int:
-    """The transition-id of the first frame: Kaldi's graphs take the way out first, and hold afterwards."""
+    """Return the transition-id of the first frame in a state. Kaldi's graphs put the forward transition before self-loops."""
     return 2 * (STATES * phone + state) + 2
 
 
 def holds(phone: int, state: int) -> int:
+    """Return the transition-id of the self-loop of a state."""
     return enters(phone, state) - 1
 
 
@@ -41,60 +42,60 @@ def pdf_of(transition: int) -> int:
 
 
 @dataclass
-class Said:
-    """One set: what was said, and the transition-id of every frame."""
+class ToySet:
+    """One set: speakers, words and the transition-id of every frame, by utterance."""
 
     speakers: dict[str, str] = field(default_factory=dict)
     words: dict[str, list[str]] = field(default_factory=dict)
     frames: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def write_kaldi_layout(folder: Path) -> dict[str, Said]:
-    """data/ and exp/ below the folder, by the names that recipes/switchboard gives them."""
-    sounds = np.random.default_rng(1).normal(size=(NUM_PDFS, FMLLR + LOGMEL)) * 1.5
-    found = {}
+def write_kaldi_layout(folder: Path) -> dict[str, ToySet]:
+    """Write data/ and exp/ below the folder, with the names of the recipe switchboard, and return the sets."""
+    means = np.random.default_rng(1).normal(size=(NUM_PDFS, FMLLR + LOGMEL)) * 1.5
+    sets = {}
     for number, (name, (utterances, speakers)) in enumerate(SETS.items()):
-        dice = np.random.default_rng([5, number])
-        said = speak(name, utterances, speakers, dice)
-        write_features(folder / "data" / name, said, sounds, dice)
-        found[name] = said
+        rng = np.random.default_rng([5, number])
+        toy_set = draw_set(name, utterances, speakers, rng)
+        write_features(folder / "data" / name, toy_set, means, rng)
+        sets[name] = toy_set
     for name in ("train", "dev"):
-        write_alignments(folder / "exp", name, found[name].frames)
+        write_alignments(folder / "exp", name, sets[name].frames)
     (folder / "exp" / "ali_train" / "final.txt").write_text(text_model())
     write_graph(folder / "exp" / "graph", by_pdf=False)
     write_graph(folder / "exp" / "graph_pdfs", by_pdf=True)
-    return found
+    return sets
 
 
-def speak(name: str, utterances: int, speakers: int, dice: np.random.Generator) -> Said:
-    said = Said()
+def draw_set(name: str, utterances: int, speakers: int, rng: np.random.Generator) -> ToySet:
+    toy_set = ToySet()
     for n in range(utterances):
         speaker = f"{name}-s{n % speakers}"
         id = f"{speaker}-{n:03d}"
-        words = dice.choice(sorted(WORDS), size=int(dice.integers(3, 7))).tolist()
+        words = rng.choice(sorted(WORDS), size=int(rng.integers(3, 7))).tolist()
         phones = [SILENCE, *(phone for word in words for phone in WORDS[word]), SILENCE]
         frames = [
             transition
             for phone in phones
             for state in range(STATES)
-            for transition in [enters(phone, state)] + [holds(phone, state)] * int(dice.integers(1, 4))
+            for transition in [enters(phone, state)] + [holds(phone, state)] * int(rng.integers(1, 4))
         ]
-        said.speakers[id], said.words[id], said.frames[id] = speaker, words, np.array(frames, np.int32)
-    return said
+        toy_set.speakers[id], toy_set.words[id], toy_set.frames[id] = speaker, words, np.array(frames, np.int32)
+    return toy_set
 
 
-def write_features(folder: Path, said: Said, sounds: np.ndarray, dice: np.random.Generator) -> None:
+def write_features(folder: Path, toy_set: ToySet, means: np.ndarray, rng: np.random.Generator) -> None:
     folder.mkdir(parents=True)
-    voices = {speaker: dice.normal(size=IVECTOR) for speaker in sorted(set(said.speakers.values()))}
-    colours = {speaker: (dice.uniform(0.5, 4.0), dice.normal(size=LOGMEL) * 5) for speaker in voices}
+    voices = {speaker: rng.normal(size=IVECTOR) for speaker in sorted(set(toy_set.speakers.values()))}
+    scales = {speaker: (rng.uniform(0.5, 4.0), rng.normal(size=LOGMEL) * 5) for speaker in voices}
     fmllr, ivector, logmel = {}, {}, {}
-    for id, frames in said.frames.items():
-        speaker = said.speakers[id]
-        scale, shift = colours[speaker]
-        x = sounds[[pdf_of(transition) for transition in frames]]
-        x = x + 0.4 * dice.normal(size=x.shape)
+    for id, frames in toy_set.frames.items():
+        speaker = toy_set.speakers[id]
+        scale, shift = scales[speaker]
+        x = means[[pdf_of(transition) for transition in frames]]
+        x = x + 0.4 * rng.normal(size=x.shape)
         fmllr[id] = x[:, :FMLLR].astype(np.float32)
-        # What cmvn is for: every speaker's log-mels lie elsewhere.
+        # Every speaker has another mean and scale, which cmvn removes.
         logmel[id] = (x[:, FMLLR:] * scale + shift).astype(np.float32)
         ivector[id] = np.tile(voices[speaker], (-(-len(frames) // 10), 1)).astype(np.float32)
     kaldiio.save_ark(str(folder / "fmllr.ark"), fmllr, scp=str(folder / "fmllr.scp"))
@@ -102,15 +103,15 @@ def write_features(folder: Path, said: Said, sounds: np.ndarray, dice: np.random
     kaldiio.save_ark(str(folder / "logmel.ark"), logmel, scp=str(folder / "logmel.scp"), compression_method=2)
     sums = {}
     for speaker in voices:
-        own = np.concatenate([x for id, x in logmel.items() if said.speakers[id] == speaker]).astype(np.float64)
+        own = np.concatenate([x for id, x in logmel.items() if toy_set.speakers[id] == speaker]).astype(np.float64)
         sums[speaker] = np.stack([np.append(own.sum(0), len(own)), np.append(np.square(own).sum(0), 0.0)])
     kaldiio.save_ark(str(folder / "cmvn.ark"), sums, scp=str(folder / "cmvn.scp"))
-    (folder / "utt2spk").write_text("".join(f"{id} {speaker}\n" for id, speaker in said.speakers.items()))
-    (folder / "text").write_text("".join(f"{id} {' '.join(words)}\n" for id, words in said.words.items()))
+    (folder / "utt2spk").write_text("".join(f"{id} {speaker}\n" for id, speaker in toy_set.speakers.items()))
+    (folder / "text").write_text("".join(f"{id} {' '.join(words)}\n" for id, words in toy_set.words.items()))
 
 
 def write_alignments(folder: Path, name: str, frames: dict[str, np.ndarray]) -> None:
-    """ali_NAME/ali.*.gz as two jobs of Kaldi leave them, and pdf_NAME.txt as ali-to-pdf writes it."""
+    """Write ali_NAME/ali.*.gz like two jobs of Kaldi, and pdf_NAME.txt like ali-to-pdf."""
     (folder / f"ali_{name}").mkdir(parents=True)
     ids = list(frames)
     for job, part in enumerate((ids[::2], ids[1::2]), 1):
@@ -123,7 +124,7 @@ def write_alignments(folder: Path, name: str, frames: dict[str, np.ndarray]) -> 
 
 
 def text_model() -> str:
-    """The transition model at the beginning of a final.mdl; phones count from 1 there."""
+    """Return the transition model at the beginning of a final.mdl, where phones count from 1."""
     rows = "".join(
         f"{phone + 1} {state} {PDFS[STATES * phone + state]}\n" for phone in range(PHONES) for state in range(STATES)
     )
@@ -140,7 +141,7 @@ def text_model() -> str:
 
 
 def write_graph(folder: Path, *, by_pdf: bool) -> None:
-    """A loop over words and pauses; every state can be held."""
+    """Write a loop over words and silence in which every state has a self-loop."""
     folder.mkdir(parents=True)
     fst = kaldifst.StdVectorFst()
     hub = fst.add_state()
@@ -151,14 +152,14 @@ def write_graph(folder: Path, *, by_pdf: bool) -> None:
         return pdf_of(transition) + 1 if by_pdf else transition
 
     for number, phones in enumerate([(SILENCE,), *WORDS.values()]):
-        place, written, cost = hub, number, math.log(len(WORDS) + 1)
+        state_before, output, cost = hub, number, math.log(len(WORDS) + 1)
         for phone in phones:
             for state in range(STATES):
                 after = fst.add_state()
-                fst.add_arc(place, kaldifst.StdArc(label(enters(phone, state)), written, cost + math.log(2), after))
+                fst.add_arc(state_before, kaldifst.StdArc(label(enters(phone, state)), output, cost + math.log(2), after))
                 fst.add_arc(after, kaldifst.StdArc(label(holds(phone, state)), 0, math.log(2), after))
-                place, written, cost = after, 0, 0.0
-        fst.add_arc(place, kaldifst.StdArc(0, 0, 0.0, hub))
+                state_before, output, cost = after, 0, 0.0
+        fst.add_arc(state_before, kaldifst.StdArc(0, 0, 0.0, hub))
     fst.write(str(folder / "HCLG.fst"))
     names = ["<eps>", *WORDS, "#0", "<s>", "</s>"]
     (folder / "words.txt").write_text("".join(f"{name} {number}\n" for number, name in enumerate(names)))

@@ -1,4 +1,4 @@
-"""A toy language whose sounds are drawn from known Gaussians, so that the true alignment of every utterance is known."""
+"""A toy language with frames drawn from Gaussians, so that the true alignment of each utterance is available."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from roundelay.asr.corpus import Corpus, Utterance
+from roundelay.speech.corpora.utterance import Corpus, Utterance
 
 Array = np.ndarray[Any, Any]
 MELS = 13
@@ -42,12 +42,12 @@ LEXICON = ToyLexicon(
 
 @dataclass
 class Toy:
-    """Utterances with their frames, and where their words truly lie."""
+    """Utterances with their frames, the true spans of their words, and their pronunciations."""
 
     corpus: Corpus
     statics: dict[str, Array]
     words: dict[str, list[tuple[str, int, int]]]
-    said: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+    pronunciations: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
 
     @property
     def ids(self) -> list[str]:
@@ -63,13 +63,13 @@ class Toy:
 def toy(
     utterances: int, seed: int = 0, *, lexicon: ToyLexicon = LEXICON, context_shift: float = 0.0, noise: float = 0.3
 ) -> Toy:
-    """Random sentences. With a `context_shift` a phone sounds different after O than elsewhere."""
+    """Return random sentences. With a `context_shift` phones after O have other means than elsewhere."""
     random = np.random.default_rng(seed)
-    placed = np.random.default_rng(1234)  # the language is the same whatever is said in it
-    sounds = {phone: 1.5 * placed.standard_normal((STATES, MELS)) for phone in ["SIL", *lexicon.phones]}
+    language_rng = np.random.default_rng(1234)  # the language does not depend on the seed
+    sounds = {phone: 1.5 * language_rng.standard_normal((STATES, MELS)) for phone in ["SIL", *lexicon.phones]}
     sounds["SIL"][1:] = sounds["SIL"][0]
-    shift = placed.standard_normal(MELS)
-    spoken, statics, truth, said = [], {}, {}, {}
+    shift = language_rng.standard_normal(MELS)
+    corpus, statics, truth, pronunciations = [], {}, {}, {}
     for n in range(utterances):
         id = f"toy-{n:04d}"
         sentence = tuple(random.choice(sorted(lexicon.entries), size=int(random.integers(2, 6))).tolist())
@@ -91,9 +91,9 @@ def toy(
             spans.append((word, begin, len(frames)))
         if random.random() < 0.5:
             frames += _emit(sounds["SIL"], random, noise, 5, 20)
-        spoken.append(Utterance(id, f"speaker{n % 3}", sentence, Path(f"{id}.wav")))
-        statics[id], truth[id], said[id] = np.array(frames, np.float32), spans, chosen
-    return Toy(Corpus(Path("toy"), spoken), statics, truth, said)
+        corpus.append(Utterance(id, f"speaker{n % 3}", sentence, Path(f"{id}.wav")))
+        statics[id], truth[id], pronunciations[id] = np.array(frames, np.float32), spans, chosen
+    return Toy(Corpus(Path("toy"), corpus), statics, truth, pronunciations)
 
 
 def _emit(states: Array, random: np.random.Generator, noise: float, least: int, most: int) -> list[Array]:

@@ -1,224 +1,173 @@
-"""roundelay bench network: seconds until the same held-out loss, between machines on a slow network.
+"""Measure the links between the ranks and the step time of the task, and predict which strategy is fastest on them.
 
-Two machines with one learner each, on cables of 1 Gbit/s and of 200 Mbit/s: network namespaces of this machine (needs
-root; everything made is removed again). The target is fixed by rule before anybody runs: what `single` reaches with the
-global batch after half the sample budget, at the best of three rates. Every contestant then takes the best of the same
-three rates. Weights are photographed with the time during a run and judged afterwards, so judging costs nobody anything.
+Started alone, the command measures learners=N processes on this machine. Started under torchrun, it measures the ranks of
+that job, pair by pair. The prediction simulates each strategy in virtual time on a cluster with the measured links.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
-import signal
 import statistics
-import sys
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from roundelay.bench import hierarchy
-from roundelay.bench.contestants import OTHERS, Entry
-from roundelay.bench.crew import Crew
-from roundelay.bench.namespaces import BURST, QUEUE, Machines, check
-from roundelay.bench.timed import Contest, Outcome, best_of_rates, target_loss, train
-from roundelay.errors import UsageError, nearest
+import torch
 
-LINKS = {"1gbit": 1000, "200mbit": 200}
-"""Mbit/s of every cable, in each direction; the fastest first, because it says how many samples are needed."""
-TASK = "roundelay.bench.tasks:Speechlike"
-CONTEST = Contest(batch=8, samples=1280, rates=(0.8, 1.6, 2.4))
-"""80 steps of two learners: within the first half the loss falls from 8 to about 1, and is still falling."""
-REPEATS = 2
-"""How often the best rate of `ddp` and of the asynchronous ones is run again, turn by turn; the median counts."""
-ENTRIES = {
-    "ddp": Entry("ddp"),
-    "ddp_fp16": Entry("ddp_fp16"),
-    "ddp_accumulate": Entry("ddp_accumulate"),
-    "kstep": Entry("kstep", "kstep", (("strategy_options", {"K": 8}),)),
-    "delay_by_one": Entry("delay_by_one", "delay_by_one"),
-    "dpsgd": Entry("dpsgd", "dpsgd"),
-    "adpsgd": Entry("adpsgd", "adpsgd"),
-    "adpsgd_half": Entry("adpsgd_half", "adpsgd", (("gradients_per_meeting", 2.0),)),
-}
-DEFAULT = ("ddp", "ddp_fp16", "ddp_accumulate", "kstep", "adpsgd", "adpsgd_half")
+from roundelay.bench import add_common_arguments, load_task
+from roundelay.core.contracts import Task
+from roundelay.errors import PeerLost, UsageError
+from roundelay.launch.context import DistributedContext, context_from_env, fake_machines, local_address_towards, under_launcher
+from roundelay.log.output import emit, markdown_table
+from roundelay.preflight.links import MeasuredLink, measure_links
+from roundelay.simulate.calibrate import gather_json, pair_average_seconds, parameter_count, step_seconds
+from roundelay.simulate.cluster import Cluster, ComputeModel, LinkModel, LinkModels, MachineGroup, MemoryModel, StragglerModel
+from roundelay.simulate.run import simulate_timing
+from roundelay.testing.pools import ProcessPool
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 120.0
+NOTICEABLE_SLOWDOWN = 1.1
+"""Ranks whose steps take at least this multiple of the median step are modeled as stragglers."""
+EQUALLY_FAST = 1.05
+"""Prefer sync if no other strategy is faster by more than this factor: sync is exactly SGD."""
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(
         prog="roundelay bench network",
-        description=(__doc__ or "").split("\n")[0],
-        epilog="examples: sudo roundelay bench network --quick;  sudo roundelay bench network --hierarchy --json",
+        description=__doc__.split("\n")[0],
+        epilog="examples: roundelay bench network learners=4;  torchrun … -m roundelay bench network blstm",
     )
-    p.add_argument("--json", action="store_true", help="print JSON")
-    p.add_argument("--quick", action="store_true", help="every contestant at single's best rate, once: a look")
-    p.add_argument(
-        "--hierarchy", action="store_true", help="hierarchical(adpsgd) against flat adpsgd, several learners a machine"
-    )
-    p.add_argument("--machines", default=",".join(hierarchy.MACHINES), help="with --hierarchy: 2x2, 3x2, 2+1")
-    p.add_argument("--contestants", default=",".join(DEFAULT), help=f"any of {', '.join(ENTRIES)}")
-    p.add_argument("--links", default=",".join(LINKS), help="1gbit, 200mbit")
-    p.add_argument("--samples", type=int, default=CONTEST.samples, help="the sample budget of a run")
-    p.add_argument("--task", default=TASK, help="module:Task to train")
-    args = p.parse_args(argv)
-    check()
-    before = signal.signal(signal.SIGTERM, _leave)  # so that everything is removed then, too
-    try:
-        if args.hierarchy:
-            cases = chosen(args.machines, hierarchy.MACHINES, "machines")
-            print(hierarchy.printed(hierarchy.compare(cases, say, quick=args.quick), args.json))
+    add_common_arguments(parser)
+    args = parser.parse_args(argv)
+    task, settings = load_task(args.inputs)
+    batch, seconds = int(str(settings.batch)), 0.5 if args.quick else 5.0
+    if under_launcher():
+        context = context_from_env(
+            backend="torch", bind_address=settings.bind_address, timeout_s=TIMEOUT_S, device="cpu", simulate_nodes=0, digest={}
+        )
+        try:
+            address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            host = local_address_towards(address, 0) if settings.bind_address == "auto" else settings.bind_address
+            ranks, machines = measure_rank(context, task, batch, seconds, host), context.machines
+            is_first = context.rank == 0
+        finally:
+            context.close()
+        if not is_first:
             return 0
-        entries = [ENTRIES[name] for name in chosen(args.contestants, ENTRIES, "contestants")]
-        links = chosen(args.links, LINKS, "links")
-        contest = Contest(CONTEST.batch, args.samples, CONTEST.rates)
-        found = compare(entries, links, contest, args.task, quick=args.quick)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    print(json.dumps(found) if args.json else "\n".join([table(found), "", *found["in_words"]]))
+    else:
+        if settings.learners < 2:
+            raise UsageError(f"learners must be >= 2 (got {settings.learners})", where="learners", hint="set learners=2")
+        machines = fake_machines(["here"] * settings.learners, settings.simulate_nodes)
+        with ProcessPool(settings.learners, "shm") as pool:
+            ranks = pool.run(measure_rank, task, batch, seconds, "127.0.0.1", timeout_s=2 * TIMEOUT_S)[0]
+    cluster = cluster_from(ranks, machines, batch, parameter_count(task))
+    record = predict(cluster, parameter_count(task), batch)
+    record["links"] = ranks[0]["links"]
+    emit(json.dumps(record) if args.json else format_prediction(record))
     return 0
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def measure_rank(context: DistributedContext, task: Task, batch: int, seconds: float, host: str) -> list[dict[str, Any]]:
+    """Measure links and step time; return the measurements of all ranks, by rank. Collective.
+
+    The links are in the entry of rank 0. `host` is the address at which this rank accepts connections.
+    """
+    torch.set_num_threads(1)
+    store: Any = context.comm.store
+    links = measure_links(store.under("links/"), context.rank, context.size, host, TIMEOUT_S)
+    local = {
+        "step_s": step_seconds(context, task, batch, seconds),
+        "exchange_s": pair_average_seconds(parameter_count(task)),
+        "cores": len(os.sched_getaffinity(0)),
+        "links": [asdict(link) for link in links],
+    }
+    return gather_json(context, "bench", local, TIMEOUT_S)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def cluster_from(ranks: Sequence[Mapping[str, Any]], machines: Sequence[str], batch: int, parameters: int) -> Cluster:
+    """Build the cluster that the measurements describe. Raises PeerLost if two ranks cannot reach each other."""
+    links = [MeasuredLink(**link) for link in ranks[0]["links"]]
+    for link in links:
+        if link.error:
+            raise PeerLost(link.error, where=f"ranks {link.a} and {link.b}", hint="run roundelay check under the same launcher")
+    step_s = statistics.median(rank["step_s"] for rank in ranks)
+    exchange_s = statistics.median(rank["exchange_s"] for rank in ranks)
+    learners = [machines.count(name) for name in dict.fromkeys(machines)]
+    crowded = any(rank["cores"] <= machines.count(machines[number]) for number, rank in enumerate(ranks))
+    return Cluster(
+        name="measured",
+        about="measured by roundelay bench network",
+        machines=tuple(MachineGroup(1, count) for count in learners),
+        learner=ComputeModel(seconds_per_sample=step_s / batch),
+        link=LinkModels(
+            inside=link_model([link for link in links if machines[link.a] == machines[link.b]], shared=False),
+            between=link_model([link for link in links if machines[link.a] != machines[link.b]], shared=True),
+        ),
+        memory=MemoryModel(exchange_gb_per_s=8e-9 * parameters / exchange_s, contention=0.5 if crowded else 0.0),
+        straggler=tuple(
+            StragglerModel(rank["step_s"] / step_s, learner=number)
+            for number, rank in enumerate(ranks)
+            if rank["step_s"] >= NOTICEABLE_SLOWDOWN * step_s
+        ),
+    )
 
 
-def chosen(text: str, known: dict[str, Any], what: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
+def link_model(links: Sequence[MeasuredLink], shared: bool) -> LinkModel:
+    """Return the median of the measured links; a link without limits if there are none."""
+    if not links:
+        return LinkModel(shared=shared)
+    rate = statistics.median(link.megabytes_per_s for link in links)
+    round_trip = statistics.median(link.round_trip_ms for link in links)
+    return LinkModel(gbit_per_s=max(8e-3 * rate, 1e-6), latency_us=500 * round_trip, shared=shared)
+
+
+def predict(cluster: Cluster, parameters: int, batch: int, steps: int = 100) -> dict[str, Any]:
+    """Simulate the strategies on `cluster` and recommend one."""
+    names = ["sync", "adpsgd"]
+    machines = len(set(cluster.machine_names()))
+    if 1 < machines < cluster.learners:
+        names.append("hierarchical(adpsgd)")
+    rows: list[dict[str, Any]] = []
     for name in names:
-        if name not in known:
-            raise UsageError(f"'{name}' is not among the {what}", where=f"--{what}", do=nearest(name, known))
-    return [name for name in known if name in names]
-
-
-def compare(
-    entries: Sequence[Entry], links: Sequence[str], contest: Contest, task: str, *, quick: bool = False
-) -> dict[str, Any]:
-    """The whole benchmark."""
-    results: list[dict[str, Any]] = []
-    words: list[str] = []
-    with Machines(2, LINKS[links[0]]) as machines, Crew(machines, [1, 1], task, {}) as crew:
-        if contest.samples > crew.samples:
-            raise UsageError(
-                f"the budget of {contest.samples} samples is more than the task's {crew.samples}", where="--samples"
-            )
-        target, rates = target_loss(crew, contest, say)
-        say(f"the target is a held-out loss of {target:.4f}")
-        needed: dict[str, Outcome] = {}
-        for link in links:
-            machines.set_rate(LINKS[link])
-            outcomes = run_link(crew, entries, contest, rates[:1] if quick else rates, target, needed, link, quick)
-            needed = {name: runs[0] for name, runs in outcomes.items()}
-            results += rows(outcomes, link, contest.batch)
-            words.append(winner(outcomes, link))
-        parameters = crew.parameters
+        outcome = simulate_timing(cluster, parameters=parameters, strategy=name, batch=batch, steps=steps)
+        rows.append({"strategy": name, "samples_per_s": outcome.samples_per_s, "efficiency": outcome.efficiency})
+    rate: dict[str, float] = {row["strategy"]: row["samples_per_s"] for row in rows}
+    best = max(rate, key=lambda name: rate[name])
+    if rate[best] <= EQUALLY_FAST * rate["sync"]:
+        best, reason = "sync", f"no strategy is faster by more than {100 * (EQUALLY_FAST - 1):.0f} %, and sync is exactly SGD"
+    else:
+        reason = f"it processes {rate[best] / rate['sync']:.2f} times as many samples per second as sync"
+    link = cluster.link.between if machines > 1 else cluster.link.inside
     return {
-        "results": results,
-        "in_words": words,
-        "target_loss": round(target, 5),
-        "samples": contest.samples,
-        "rates": list(contest.rates),
+        "learners": cluster.learners,
+        "machines": machines,
         "parameters": parameters,
-        "shaping": f"tbf, burst {BURST}, queue {QUEUE}, both directions of every cable",
-        "cores": os.cpu_count(),
+        "batch": batch,
+        "step_s": batch * cluster.learner.seconds_per_sample,
+        "gbit_per_s": link.gbit_per_s,
+        "round_trip_ms": 2e-3 * link.latency_us,
+        "stragglers": {str(s.learner): s.factor for s in cluster.straggler},
+        "strategies": rows,
+        "recommendation": best,
+        "reason": reason,
     }
 
 
-def run_link(
-    crew: Crew,
-    entries: Sequence[Entry],
-    contest: Contest,
-    rates: Sequence[float],
-    target: float,
-    needed: dict[str, Outcome],
-    link: str,
-    quick: bool,
-) -> dict[str, list[Outcome]]:
-    """Every contestant's runs at its best rate, the one that found it first."""
-
-    def tell(text: str) -> None:
-        say(f"{link:<8} {text}")
-
-    outcomes: dict[str, list[Outcome]] = {}
-    for entry in entries:
-        known = needed.get(entry.name)
-        order = sorted(rates, key=lambda rate: known is not None and rate != known.rate)
-        hint = known.samples_to_loss if known is not None and not entry.free else None
-        outcomes[entry.name] = [best_of_rates(crew, entry, contest, order, target, hint, tell)]
-    for _ in range(0 if quick else REPEATS):
-        for entry in entries:
-            first = outcomes[entry.name][0]
-            if first.samples_to_loss is not None and (entry.name == "ddp" or entry.free):
-                again = train(crew, entry, contest, first.rate, target, first.samples_to_loss, tell)
-                outcomes[entry.name] += [again] if again.reached else []
-    return outcomes
-
-
-def median(runs: Sequence[Outcome], what: str) -> float | None:
-    values = [getattr(run, what) for run in runs if getattr(run, what) is not None]
-    return statistics.median(values) if values else None
-
-
-def rows(outcomes: dict[str, list[Outcome]], link: str, batch: int) -> list[dict[str, Any]]:
-    ddp = outcomes.get("ddp", [])
-    ddp_seconds, ddp_cpu = median(ddp, "seconds_to_loss"), median(ddp, "cpu_to_loss")
-    found = []
-    for name, runs in outcomes.items():
-        first = runs[0]
-        row: dict[str, Any] = {"contestant": name, "case": link, "batch": batch, "rate": first.rate, "runs": len(runs)}
-        seconds, cpu = median(runs, "seconds_to_loss"), median(runs, "cpu_to_loss")
-        if first.samples:
-            row["samples_per_s"] = round(statistics.median(run.samples / run.seconds for run in runs), 2)
-            row["sent_bytes_per_step"] = round(first.sent_bytes[0] / (first.samples / batch / len(first.members)))
-        if seconds is not None and cpu is not None:
-            row["seconds_to_loss"] = round(seconds, 3)
-            row["samples_to_loss"] = round(median(runs, "samples_to_loss") or 0.0)
-            all_seconds = [run.seconds_to_loss for run in runs if run.seconds_to_loss is not None]
-            row["range"] = [round(min(all_seconds), 3), round(max(all_seconds), 3)]
-            if ddp_seconds is not None and ddp_cpu is not None:
-                row["ratio_to_ddp"] = round(seconds / ddp_seconds, 4)
-                row["cpu_ratio"] = round(cpu / ddp_cpu, 4)
-        found.append(row)
-    return found
-
-
-def winner(outcomes: dict[str, list[Outcome]], link: str) -> str:
-    """Who wins, in plain words."""
-    times = {name: s for name, runs in outcomes.items() if (s := median(runs, "seconds_to_loss")) is not None}
-    if not times:
-        return f"{link}: nobody reached the target."
-    order = sorted(times, key=lambda name: times[name])
-    text = f"{link}: {order[0]} wins with {times[order[0]]:.1f} s"
-    if len(order) > 1:
-        text += f", before {order[1]} with {times[order[1]]:.1f} s"
-    if "ddp" in times and order[0] != "ddp":
-        text += f"; it takes {times[order[0]] / times['ddp']:.2f} of ddp's {times['ddp']:.1f} s"
-    torchs = [name for name in order if name in OTHERS]
-    if torchs and order[0] not in OTHERS and torchs[0] != "ddp":
-        text += f" and {times[order[0]] / times[torchs[0]]:.2f} of {torchs[0]}'s, the fastest of torch's own"
-    late = [name for name in outcomes if name not in times]
-    return text + "." + (f" Not at the target within the budget: {', '.join(late)}." if late else "")
-
-
-def table(found: dict[str, Any]) -> str:
-    lines = [
-        f"seconds to a held-out loss of {found['target_loss']} ({found['parameters']:,} parameters)",
-        "",
-        "| contestant | link | rate | seconds (range) | ÷ ddp | samples | samples/s | CPU ÷ ddp |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in found["results"]:
-        seconds = f"{r['seconds_to_loss']:.1f} ({r['range'][0]:.1f}-{r['range'][1]:.1f})" if "range" in r else "not reached"
-        lines.append(
-            f"| {r['contestant']} | {r['case']} | {r['rate']:g} | {seconds} | {r.get('ratio_to_ddp', '')} "
-            f"| {r.get('samples_to_loss', '')} | {r.get('samples_per_s', '')} | {r.get('cpu_ratio', '')} |"
-        )
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def format_prediction(record: Mapping[str, Any]) -> str:
+    """Format the measurement, the prediction as a table, and the recommendation."""
+    measured = (
+        f"{record['learners']} learners on {record['machines']} machine(s), {record['parameters']:,} parameters: a step of "
+        f"{record['batch']} samples takes {1000 * record['step_s']:.1f} ms, the link carries {record['gbit_per_s']:.3g} Gbit/s "
+        f"with a round trip of {record['round_trip_ms']:.3g} ms"
+    )
+    slow = "".join(f"\nrank {rank} takes {factor:.2f} times the median step" for rank, factor in record["stragglers"].items())
+    rows = [(r["strategy"], round(r["samples_per_s"], 1), f"{100 * r['efficiency']:.0f} %") for r in record["strategies"]]
+    table = markdown_table(("strategy", "predicted samples/s", "of learners without communication"), rows)
+    return f"{measured}{slow}\n\n{table}\n\nUse {record['recommendation']} here: {record['reason']}."

@@ -1,132 +1,102 @@
-"""roundelay bench throughput: samples per second against learners that do not communicate at all.
+"""Compare samples/s of sync, adpsgd and torch DDP with learners that do not communicate.
 
-All contestants stand ready in the same two processes and take turns of a few seconds, forwards and backwards; a round's
-ratios are taken against that round's ceiling, and the median over rounds counts, because machines are noisy and noise drifts.
+All competitors are ready in the same processes and take turns of a few seconds. Ratios are taken within a round, and the
+median over the rounds is reported, because the speed of a shared machine drifts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
-import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from roundelay.bench.contestants import OTHERS, Entry, contest
-from roundelay.bench.tasks import Blstm
-from roundelay.errors import UsageError, nearest
-from roundelay.strategy import STRATEGIES
-from roundelay.train.pool import Pool
+from roundelay.bench import add_common_arguments, load_task
+from roundelay.bench.competitors import Competitor, run_contest
+from roundelay.core.contracts import Task
+from roundelay.errors import UsageError
+from roundelay.log.output import emit, markdown_table
+from roundelay.testing.pools import ProcessPool
 
-CASES = {"even": "", "slow": "1:2.0"}
-"""Equal speeds; one learner at half speed."""
-ENTRIES: dict[str, Entry] = {name: Entry(name) for name in ("ceiling", "ddp", "periodic")} | {
-    name: Entry(name, "hierarchical(adpsgd)" if name == "hierarchical" else name) for name in STRATEGIES if name != "single"
-}
-ENTRIES["alone"] = Entry("alone", "single")
-ENTRIES["adpsgd_half"] = Entry("adpsgd_half", "adpsgd", (("gradients_per_meeting", 2.0),))
+logger = logging.getLogger(__name__)
+
+ENTRIES = (Competitor("compute"), Competitor("ddp"), Competitor("sync", "sync"), Competitor("adpsgd", "adpsgd"))
 
 
 def main(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(
         prog="roundelay bench throughput",
         description=__doc__.split("\n")[0],
-        epilog=("example: roundelay bench throughput --contestants ddp,sync,adpsgd --batches 8,64 --rounds 5 --json"),
+        epilog="examples: roundelay bench throughput --quick;  roundelay bench throughput frames learners=4",
     )
-    p.add_argument("--json", action="store_true", help="print JSON")
-    p.add_argument("--quick", action="store_true", help="3 rounds of 5 s: a look, not a measurement")
-    p.add_argument("--contestants", default=",".join(n for n in ENTRIES if n != "ceiling"), help="default: all")
-    p.add_argument("--batches", default="8,64")
-    p.add_argument("--cases", default="even,slow")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--seconds", type=float, default=20.0, help="per contestant and round")
-    p.add_argument("--wire", default="shm", choices=["shm", "torchdist"])
-    args = p.parse_args(argv)
-    rounds, seconds = (3, 5.0) if args.quick else (args.rounds, args.seconds)
-    names = ["ceiling", *chosen(args.contestants, ENTRIES, "contestants")]
-    batches = [int(b) for b in args.batches.split(",")]
-    cases = chosen(args.cases, CASES, "cases")
-    results = []
+    add_common_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="per competitor and round (default %(default)s)")
+    args = parser.parse_args(argv)
+    rounds, seconds = (2, 2.0) if args.quick else (args.rounds, args.seconds)
+    if rounds < 1 or not seconds > 0:
+        raise UsageError("--rounds and --seconds must be > 0", where="bench throughput", hint="see --help")
+    task, settings = load_task(args.inputs)
+    if settings.learners < 2:
+        raise UsageError(f"learners must be >= 2 (got {settings.learners})", where="learners", hint="set learners=2")
     os.environ["OMP_NUM_THREADS"] = "1"
-    with Pool(2, args.wire) as pool:
-        for batch in batches:
-            for case in cases:
-                results += measure(pool, names, batch, case, rounds, seconds)
-    about = {"rounds": rounds, "seconds": seconds, "wire": args.wire, "parameters": parameters(), "cores": os.cpu_count()}
-    print(json.dumps({"results": results, **about}) if args.json else table(results))
+    batch = int(str(settings.batch))
+    with ProcessPool(settings.learners, "shm") as pool:
+        results = measure(pool, task, batch, rounds, seconds, settings.lr, settings.momentum)
+    record = {
+        "learners": settings.learners,
+        "cores": os.cpu_count(),
+        "batch": batch,
+        "rounds": rounds,
+        "seconds": seconds,
+        "results": results,
+    }
+    emit(json.dumps(record) if args.json else format_results(results))
     return 0
 
 
-def chosen(text: str, known: dict[str, Any], what: str) -> list[str]:
-    names = [n.strip() for n in text.split(",") if n.strip() and n.strip() != "ceiling"]
-    for name in names:
-        if name not in known:
-            raise UsageError(f"'{name}' is not among the {what}", where=f"--{what}", do=nearest(name, known))
-    return names
-
-
-def parameters() -> int:
-    return sum(p.numel() for p in Blstm().build().parameters())
-
-
-def measure(pool: Pool, names: list[str], batch: int, case: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """All contestants, interleaved; ratios within each round."""
-    seen: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    entries = [ENTRIES[name] for name in names]
+def measure(
+    pool: ProcessPool, task: Task, batch: int, rounds: int, seconds: float, lr: float, momentum: float
+) -> list[dict[str, Any]]:
+    """Run all competitors in interleaved rounds and return one summary per competitor."""
+    rates: dict[str, list[float]] = {entry.name: [] for entry in ENTRIES}
+    cpu_s: dict[str, list[float]] = {entry.name: [] for entry in ENTRIES}
+    contest = partial(run_contest, lr=lr, momentum=momentum)
     for number in range(rounds):
-        limit = 120 + 3 * seconds * len(names)
-        learners = pool.run(contest, entries, Blstm(), batch, CASES[case], seconds, pool.wire, size=2, timeout_s=limit)
-        for name in names:
-            own = [figures[name] for figures in learners]
-            rate, steps = sum(x["samples_per_s"] for x in own), sum(x["steps"] for x in own)
-            found = {"rate": rate, "cpu": sum(x["cpu_s"] for x in own) / steps, "slow": own[1]["samples_per_s"]}
-            if "meetings" in own[0]:
-                found["met"] = min(x["meetings_per_gradient"] for x in own)
-            seen[name].append(found)
-            ceiling = seen["ceiling"][number]
-            print(
-                f"batch {batch:>3} {case:<5} round {number + 1}/{rounds}  {name:<14} {rate:8.1f} samples/s  "
-                f"{rate / ceiling['rate']:.3f} of the ceiling, CPU {found['cpu'] / ceiling['cpu']:.3f}",
-                file=sys.stderr,
-                flush=True,
-            )
-    return [summary(name, seen, batch, case) for name in names]
-
-
-def summary(name: str, seen: dict[str, list[dict[str, float]]], batch: int, case: str) -> dict[str, Any]:
-    own, ceiling = seen[name], seen["ceiling"]
-
-    def ratios(key: str, base: list[dict[str, float]]) -> list[float]:
-        return [a[key] / b[key] for a, b in zip(own, base, strict=True)]
-
-    rate, cpu = ratios("rate", ceiling), ratios("cpu", ceiling)
-    found: dict[str, Any] = {
-        "contestant": name,
-        "batch": batch,
-        "case": case,
-        "samples_per_s": round(statistics.median(x["rate"] for x in own), 2),
-        "ratio": round(statistics.median(rate), 4),
-        "range": [round(min(rate), 4), round(max(rate), 4)],
-        "cpu_ratio": round(statistics.median(cpu), 4),
-        "cpu_range": [round(min(cpu), 4), round(max(cpu), 4)],
-    }
-    if case == "slow":
-        found["slow_share"] = round(statistics.median(ratios("slow", ceiling)), 4)
-    if "met" in own[0] and "adpsgd" in name:
-        found["meetings_per_gradient"] = round(min(x["met"] for x in own), 4)
-    if "ddp" in seen and name not in OTHERS:
-        found["ratio_to_ddp"] = round(statistics.median(ratios("rate", seen["ddp"])), 4)
-    return found
-
-
-def table(results: list[dict[str, Any]]) -> str:
-    lines = ["| contestant | batch | case | ÷ ceiling (range) | CPU ÷ ceiling | meetings per gradient | slow learner's share |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for r in results:
-        lines.append(
-            f"| {r['contestant']} | {r['batch']} | {r['case']} | {r['ratio']:.3f} ({r['range'][0]:.3f}-{r['range'][1]:.3f}) "
-            f"| {r['cpu_ratio']:.3f} | {r.get('meetings_per_gradient', '')} | {r.get('slow_share', '')} |"
+        limit_s = 120 + 4 * seconds * len(ENTRIES)
+        ranks = pool.run(contest, ENTRIES, task, batch, seconds, "shm", timeout_s=limit_s)
+        for name in rates:
+            rates[name].append(sum(metrics[name]["samples_per_s"] for metrics in ranks))
+            cpu_s[name].append(sum(m[name]["cpu_s"] for m in ranks) / sum(m[name]["steps"] for m in ranks))
+            logger.info("round %d/%d %s: %.1f samples/s", number + 1, rounds, name, rates[name][-1])
+    summaries = []
+    for name in rates:
+        ratios = [rate / bound for rate, bound in zip(rates[name], rates["compute"], strict=True)]
+        cpu = [own / bound for own, bound in zip(cpu_s[name], cpu_s["compute"], strict=True)]
+        summaries.append(
+            {
+                "competitor": name,
+                "samples_per_s": round(statistics.median(rates[name]), 2),
+                "ratio": round(statistics.median(ratios), 4),
+                "range": [round(min(ratios), 4), round(max(ratios), 4)],
+                "cpu_ratio": round(statistics.median(cpu), 4),
+            }
         )
-    return "\n".join(lines)
+    return summaries
+
+
+def format_results(results: Sequence[dict[str, Any]]) -> str:
+    """Format the summaries as a table with one sentence below it."""
+    head = ("competitor", "samples/s", "÷ no communication (range)", "CPU ÷ no communication")
+    rows = [
+        (r["competitor"], r["samples_per_s"], f"{r['ratio']:.3f} ({r['range'][0]:.3f}-{r['range'][1]:.3f})", r["cpu_ratio"])
+        for r in results
+    ]
+    rate = {r["competitor"]: r["samples_per_s"] for r in results}
+    sentence = f"adpsgd processes {rate['adpsgd'] / rate['ddp']:.2f} times as many samples per second as torch DDP here."
+    return f"{markdown_table(head, rows)}\n\n{sentence}"

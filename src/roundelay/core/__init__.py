@@ -1,1 +1,1 @@
-"""The words the engine is written in: flat vectors, workers, nets, tasks, events."""
+"""Contracts and building blocks of the engine: flat vectors, kernels, deferred updates, buckets, processes, interrupts."""

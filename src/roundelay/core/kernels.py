@@ -1,8 +1,8 @@
-"""Fused passes over flat vectors: each touches memory once where a chain of tensor operations would touch it several times.
+"""Fused operations on flat vectors: one pass over memory instead of several.
 
-Memory traffic is what an exchange costs on a CPU, so these are compiled (numba), run without the interpreter's lock, and
-are exact: no fast-math, so a fused pass gives the same bits as the same formula in any other pass of this file. Vectors
-that do not live in host memory take the plain tensor operations instead (GPU: untested here).
+Memory traffic dominates the cost of an exchange on a CPU. The kernels are compiled by numba and release the GIL. They do not
+use fast-math, so equal formulas give equal bits in all kernels of this file. Vectors that are not contiguous host memory use
+plain tensor operations instead (GPU: untested).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _host(*vectors: Tensor) -> list[np.ndarray] | None:
 
 
 def pair_average(a: Tensor, b: Tensor) -> None:
-    """a, b <- (a + b) / 2, both the same bits."""
+    """a, b <- (a + b) / 2, with the same bits in both."""
     if (host := _host(a, b)) is not None:
         _pair_average(*host)
     else:
@@ -106,7 +106,7 @@ def pair_average(a: Tensor, b: Tensor) -> None:
 
 
 def add_half_difference(w: Tensor, other: Tensor, mine: Tensor) -> None:
-    """w <- w + (other - mine) / 2: the delta rule of a meeting."""
+    """w <- w + (other - mine) / 2: one side of an exchange of snapshots."""
     if (host := _host(w, other, mine)) is not None:
         _add_half_difference(*host)
     else:
@@ -147,7 +147,7 @@ def sgd_move(w: Tensor, copy: Tensor | None, g: Tensor, buf: Tensor, scale: floa
 
 
 def subtract_scaled(w: Tensor, u: Tensor, step: float) -> None:
-    """w <- w - step u, rounded as sgd_move rounds it."""
+    """w <- w - step u, rounded as in `sgd_move`."""
     if (host := _host(w, u)) is not None:
         _subtract_scaled(*host, host[0].dtype.type(step))
     else:
@@ -155,7 +155,7 @@ def subtract_scaled(w: Tensor, u: Tensor, step: float) -> None:
 
 
 def ordered_sum(out: Tensor, rows: Tensor, weights: Tensor) -> None:
-    """out <- sum over r of weights[r] rows[r], added in the order of r: the same bits wherever it is done."""
+    """out <- sum over r of weights[r] rows[r], in the order of r: the same bits on every rank."""
     if (host := _host(out, rows, weights)) is not None:
         _ordered_sum(*host)
     else:
@@ -165,7 +165,7 @@ def ordered_sum(out: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def mix(out: Tensor, vectors: list[Tensor], weights: list[float]) -> None:
-    """out <- sum of weight * vector, in order, for up to three; `out` may be one of them."""
+    """out <- sum of weight * vector, in order; `out` may be one of the vectors. One pass for at most 3 vectors."""
     padded = [*vectors, *[vectors[-1]] * (3 - len(vectors))]
     padded_weights = [*weights, *[0.0] * (3 - len(weights))]
     if len(vectors) <= 3 and (host := _host(out, *padded)) is not None:
@@ -175,8 +175,8 @@ def mix(out: Tensor, vectors: list[Tensor], weights: list[float]) -> None:
         ordered_sum(out, torch.stack(vectors), torch.tensor(weights, dtype=out.dtype, device=out.device))
 
 
-def warm(dtype: torch.dtype) -> None:
-    """Compile (or load) every kernel for this type now, so that the first exchange does not pay for it."""
+def compile_for(dtype: torch.dtype) -> None:
+    """Compile all kernels for this dtype, or load them from the cache, so that the first exchange is not delayed."""
     a, b, c, d = (torch.zeros(4, dtype=dtype) for _ in range(4))
     pair_average(a, b)
     add_half_difference(a, b, c)

@@ -1,1 +1,1 @@
-"""One page per run, or per comparison: read from run directories, written as one HTML file that needs nothing else."""
+"""Reports: read run directories and write one self-contained HTML page."""

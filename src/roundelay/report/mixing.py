@@ -1,4 +1,4 @@
-"""Who averages with whom, drawn: the learners on a circle with a line for every pair, and the matrix of their weights."""
+"""The mixing section: learners on a circle with a line per averaging pair, and the mixing matrix."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from roundelay.report.axes import number
-from roundelay.report.figures import place, svg
-from roundelay.report.parts import card, table
-from roundelay.report.reading import Run
+from roundelay.report.html import card, table
+from roundelay.report.run_reader import RunView
+from roundelay.report.svg import coordinate, document, element, label, number
 
 SIDE = 300
-LOOK = (
-    "on the circle, a line for every pair of learners that ever average; in the table, the mixing matrix: how much of learner "
-    "j (column) learner i (row) takes in one round, on average. The larger the spectral gap, the sooner a change made by one "
-    "learner has reached all."
+HINT = (
+    "Left: a line joins learners that average with each other. Right: the mixing matrix, the mean weight of learner j (column) "
+    "in the average of learner i (row) per round. The larger the spectral gap, the faster an update of one learner reaches all."
 )
-MOST_LINES = 700
-"""Beyond so many pairs a complete graph is drawn as a disc."""
+MAX_LINES = 700
+"""A graph with more than MAX_LINES pairs is drawn as a disc."""
 
 
 def matrix_of(mixing: Mapping[str, Any]) -> list[list[float]]:
-    """T: what share of learner j's weights learner i takes, per round; rows sum to 1. Empty where nobody averages."""
+    """Return T: the weight of learner j in the average of learner i per round. Rows sum to 1. Empty without averaging."""
     size = len(mixing.get("nodes") or [])
-    if mixing.get("kind") not in ("meetings", "neighbours", "mean") or size < 2:
+    if mixing.get("kind") not in ("exchanges", "neighbors", "mean") or size < 2:
         return []
-    every = float(mixing.get("every_pair") or 0.0)
-    matrix = [[every] * size for _ in range(size)]
+    uniform = float(mixing.get("every_pair") or 0.0)
+    matrix = [[uniform] * size for _ in range(size)]
     for i, j, weight in mixing.get("weights") or []:
         matrix[int(i)][int(j)] = matrix[int(j)][int(i)] = float(weight)
     for i, row in enumerate(matrix):
@@ -40,7 +38,7 @@ def matrix_of(mixing: Mapping[str, Any]) -> list[list[float]]:
 
 
 def pairs_of(mixing: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Who talks to whom, as places in `nodes`."""
+    """Return the communicating pairs as indices into `nodes`."""
     size = len(mixing.get("nodes") or [])
     if mixing.get("kind") == "server":
         return [(0, j) for j in range(1, size)]
@@ -50,7 +48,7 @@ def pairs_of(mixing: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def ring(mixing: Mapping[str, Any], lost: Mapping[int, Any]) -> str:
-    """The learners on a circle, the first at the top; lines join those that talk."""
+    """Return the learners on a circle, the first at the top, with a line per communicating pair."""
     nodes, size = list(mixing.get("nodes") or [0]), len(mixing.get("nodes") or [0])
     middle, radius = SIDE / 2, SIDE / 2 - 30
     dot = max(4.0, min(17.0, 0.8 * math.pi * radius / max(size, 2)))
@@ -60,105 +58,103 @@ def ring(mixing: Mapping[str, Any], lost: Mapping[int, Any]) -> str:
         angle = 2 * math.pi * n / size - math.pi / 2
         return (middle, middle) if size == 1 else (middle + radius * math.cos(angle), middle + radius * math.sin(angle))
 
-    drawn, pairs = [], pairs_of(mixing)
-    if len(pairs) > MOST_LINES:
-        drawn.append(f'<circle class="disc" cx="{middle:g}" cy="{middle:g}" r="{radius:g}"/>')
+    parts, pairs = [], pairs_of(mixing)
+    if len(pairs) > MAX_LINES:
+        parts.append(element("circle", cls="disc", cx=middle, cy=middle, r=radius))
         pairs = []
     thin = " thin" if len(pairs) > 60 else ""
     for i, j in pairs:
         (x1, y1), (x2, y2) = at(i), at(j)
-        title = f"<title>{nodes[i]} and {nodes[j]}</title>"
-        drawn.append(f'<path class="edge{thin}" d="M{place(x1)} {place(y1)}L{place(x2)} {place(y2)}">{title}</path>')
+        path = f"M{coordinate(x1)} {coordinate(y1)}L{coordinate(x2)} {coordinate(y2)}"
+        parts.append(element("path", title=f"{nodes[i]} and {nodes[j]}", cls=f"edge{thin}", d=path))
     for n, rank in enumerate(nodes):
         x, y = at(n)
-        gone, inside = rank in lost, members.get(rank, [rank])
-        text = f"rank {rank}" if len(inside) == 1 else f"machine of ranks {inside[0]} to {inside[-1]}"
-        kind = "node gone" if gone else "node"
-        title = f"<title>{text}{' (lost)' if gone else ''}</title>"
-        drawn.append(f'<circle class="{kind}" cx="{place(x)}" cy="{place(y)}" r="{place(dot)}">{title}</circle>')
+        ranks = members.get(rank, [rank])
+        title = f"rank {rank}" if len(ranks) == 1 else f"node of ranks {ranks[0]} to {ranks[-1]}"
+        kind, title = ("node gone", f"{title} (lost)") if rank in lost else ("node", title)
+        parts.append(element("circle", title=title, cls=kind, cx=x, cy=y, r=dot))
         if dot >= 8:
-            label = str(rank) if len(inside) == 1 else f"{inside[0]}–{inside[-1]}"
-            drawn.append(f'<text class="rank" x="{place(x)}" y="{place(y)}" dy=".35em" text-anchor="middle">{label}</text>')
+            text = str(rank) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
+            parts.append(label(text, x, y, cls="rank", dy=".35em", text_anchor="middle"))
         elif n % max(1, size // 8) == 0:
-            far = (radius + dot + 10) / radius
-            x, y = middle + (x - middle) * far, middle + (y - middle) * far
-            drawn.append(f'<text class="tick" x="{place(x)}" y="{place(y)}" dy=".35em" text-anchor="middle">{rank}</text>')
+            outside = (radius + dot + 10) / radius
+            x, y = middle + (x - middle) * outside, middle + (y - middle) * outside
+            parts.append(label(str(rank), x, y, cls="tick", dy=".35em", text_anchor="middle"))
     name = mixing.get("topology") or mixing.get("kind") or ""
-    return svg(drawn, f"{size} learners, {name}: {len(pairs_of(mixing))} pairs", SIDE, SIDE)
+    return document(parts, f"{size} learners, {name}: {len(pairs_of(mixing))} pairs", SIDE, SIDE)
 
 
 def heat(mixing: Mapping[str, Any]) -> str:
-    """The mixing matrix as a table of squares, darker where the weight is larger."""
+    """Return the mixing matrix as squares, darker for larger weights."""
     matrix = matrix_of(mixing)
     if not matrix:
         return ""
     nodes, size = mixing["nodes"], len(matrix)
     left, cell = 26.0, (SIDE - 32.0) / size
     largest = max(max(row) for row in matrix)
-    # the value that most cells have is one square behind them all: 64 learners are 4096 cells
+    # The most common value is one square behind all cells: 64 learners have 4096 cells.
     common = Counter(round(w, 9) for row in matrix for w in row).most_common(1)[0][0]
-    drawn = [square(left, left, cell * size, common, largest, f"{number(common, 3)} wherever nothing else is drawn")]
+    parts = [square(left, left, cell * size, common, largest, f"{number(common, 3)} for all other pairs")]
     for i, row in enumerate(matrix):
         for j, weight in enumerate(row):
             x, y = left + j * cell, left + i * cell
             if round(weight, 9) != common or size <= 12:
-                title = f"rank {nodes[i]} takes {number(weight, 3)} of rank {nodes[j]}"
-                drawn.append(square(x, y, cell, weight, largest, title, covers=common > 0))
+                title = f"weight of rank {nodes[j]} in the average of rank {nodes[i]}: {number(weight, 3)}"
+                parts.append(square(x, y, cell, weight, largest, title, covers=common > 0))
             if size <= 8 and weight > 0:
                 strong = " on" if weight > 0.55 * largest else ""
-                drawn.append(
-                    f'<text class="weight{strong}" x="{place(x + cell / 2)}" y="{place(y + cell / 2)}" dy=".35em" '
-                    f'text-anchor="middle">{weight:.2g}</text>'
-                )
+                at = {"cls": f"weight{strong}", "dy": ".35em", "text_anchor": "middle"}
+                parts.append(label(f"{weight:.2g}", x + cell / 2, y + cell / 2, **at))
     every = max(1, math.ceil(size / 12))
     for n in range(0, size, every):
-        middle = place(left + (n + 0.5) * cell)
-        drawn.append(f'<text class="tick" x="{middle}" y="{left - 7:g}" text-anchor="middle">{nodes[n]}</text>')
-        drawn.append(f'<text class="tick" x="{left - 6:g}" y="{middle}" dy=".35em" text-anchor="end">{nodes[n]}</text>')
-    return svg(drawn, f"mixing matrix of {size} learners", SIDE, SIDE)
+        middle = left + (n + 0.5) * cell
+        parts.append(label(str(nodes[n]), middle, left - 7, cls="tick", text_anchor="middle"))
+        parts.append(label(str(nodes[n]), left - 6, middle, cls="tick", dy=".35em", text_anchor="end"))
+    return document(parts, f"mixing matrix of {size} learners", SIDE, SIDE)
 
 
 def square(x: float, y: float, side: float, weight: float, largest: float, title: str, *, covers: bool = False) -> str:
-    """Darker where the weight is larger. `covers`: what lies behind it must not shine through."""
-    strength = 0.04 + 0.9 * weight / largest if weight > 0 else 0.0
-    where = f'x="{place(x)}" y="{place(y)}" width="{side:.2f}" height="{side:.2f}"'
-    behind = f'<rect class="blank" {where}/>' if covers else ""
-    return f'{behind}<rect class="heat" {where} fill-opacity="{strength:.3f}"><title>{escape(title)}</title></rect>'
+    """Return a square whose opacity grows with the weight. `covers` hides what is behind it."""
+    opacity = 0.04 + 0.9 * weight / largest if weight > 0 else 0.0
+    at = {"x": coordinate(x), "y": coordinate(y), "width": f"{side:.2f}", "height": f"{side:.2f}"}
+    behind = element("rect", cls="blank", **at) if covers else ""
+    return behind + element("rect", title=title, cls="heat", **at, fill_opacity=f"{opacity:.3f}")
 
 
-def section(runs: Sequence[Run]) -> str:
-    """A ring and a matrix for every way of averaging that occurs."""
-    found: dict[str, list[Run]] = {}
+def section(runs: Sequence[RunView]) -> str:
+    """Return a ring and a matrix for every distinct topology of the runs."""
+    groups: dict[str, list[RunView]] = {}
     for run in runs:
-        about = run.start.get("mixing")
-        if isinstance(about, Mapping) and about.get("kind") != "none":
-            found.setdefault(json.dumps([about, sorted(run.lost)]), []).append(run)
+        mixing = run.start.get("mixing")
+        if isinstance(mixing, Mapping) and mixing.get("kind") != "none":
+            groups.setdefault(json.dumps([mixing, sorted(run.lost)]), []).append(run)
     parts: list[str] = []
-    for same in found.values():
-        about = same[0].start["mixing"]
-        heading = "Who averages with whom" + (f": {', '.join(r.name for r in same)}" if len(runs) > 1 else "")
-        drawn = [ring(about, same[0].lost), heat(about), in_words(about)]
-        inside = f'<div class="ringed">{"".join(f"<div>{d}</div>" for d in drawn)}</div>'
-        look = LOOK if len(parts) == len(found) - 1 else ""
-        parts.append(card(inside, look, heading, "mixing"))
+    for same in groups.values():
+        mixing = same[0].start["mixing"]
+        heading = "Averaging between learners" + (f": {', '.join(r.name for r in same)}" if len(runs) > 1 else "")
+        columns = [ring(mixing, same[0].lost), heat(mixing), in_words(mixing)]
+        content = f'<div class="ringed">{"".join(f"<div>{column}</div>" for column in columns)}</div>'
+        hint = HINT if len(parts) == len(groups) - 1 else ""
+        parts.append(card(content, hint, heading, "mixing"))
     return "".join(parts)
 
 
-def in_words(about: Mapping[str, Any]) -> str:
-    kind, name, size = about.get("kind"), about.get("topology"), len(about.get("nodes") or [])
+def in_words(mixing: Mapping[str, Any]) -> str:
+    """Return a sentence about the strategy's averaging, and a table of its numbers."""
+    kind, name, size = mixing.get("kind"), mixing.get("topology"), len(mixing.get("nodes") or [])
     text = {
-        "meetings": f"Topology <b>{escape(str(name))}</b>: in every round each learner averages with at most one other, in the "
-        "background.",
-        "neighbours": f"Topology <b>{escape(str(name))}</b>: after every step each learner averages with all its neighbours.",
-        "mean": "Everybody averages with everybody: one mean over all learners.",
-        "server": "Learner 0 keeps the weights; all others send it their updates and fetch what it has. There is no mixing "
-        "matrix, and no gap.",
+        "exchanges": f"Topology <b>{escape(str(name))}</b>: in every round each learner averages with at most one other "
+        "learner, in the background.",
+        "neighbors": f"Topology <b>{escape(str(name))}</b>: after every step each learner averages with all its neighbors.",
+        "mean": "All learners average with each other: one mean over all learners.",
+        "server": "Learner 0 holds the weights. All other learners send it their updates and fetch its weights. There is "
+        "no mixing matrix and no spectral gap.",
     }.get(str(kind), "")
-    facts = [("learners" if size == sum(len(m) for m in about.get("machines") or []) else "machines", number(size))]
-    if about.get("period"):
-        facts.append(("rounds in a sweep", number(about["period"])))
-    if about.get("gap") is not None:
-        facts.append(("spectral gap per round", number(about["gap"])))
-    if about.get("rounds_to_1_percent") is not None:
-        facts.append(("rounds until 1 % is left", number(about["rounds_to_1_percent"])))
+    facts = [("learners" if size == sum(len(m) for m in mixing.get("machines") or []) else "nodes", number(size))]
+    if mixing.get("period"):
+        facts.append(("rounds per sweep", number(mixing["period"])))
+    if mixing.get("gap") is not None:
+        facts.append(("spectral gap per round", number(mixing["gap"])))
+    if mixing.get("rounds_to_1_percent") is not None:
+        facts.append(("rounds until 1 % of the distance is left", number(mixing["rounds_to_1_percent"])))
     return f"<p>{text}</p>{table([], [[k, v] for k, v in facts])}"

@@ -1,4 +1,4 @@
-"""The page: one HTML file with its style and drawings inside; it opens from a file, without a network and without scripts."""
+"""The report page: one HTML file with its style sheet and charts. It needs neither a network nor scripts."""
 
 from __future__ import annotations
 
@@ -11,41 +11,43 @@ from pathlib import Path
 from typing import Any
 
 from roundelay.errors import UsageError
-from roundelay.report import curves, made, mixing, timing, words
-from roundelay.report.axes import duration, number
-from roundelay.report.parts import card, flattened, table
-from roundelay.report.reading import Run, Words, read_run
+from roundelay.report import learning, mixing, provenance, time_split, wer
+from roundelay.report.html import card, flattened, table
+from roundelay.report.run_reader import RunView, WerResult, read_run
+from roundelay.report.svg import duration, number
 
-NOT_A_DIFFERENCE = {
-    "run", "resume", "progress", "host", "port", "tensorboard", "keep", "log_every_s", "timeout_s", "task_options.seed",
+INCIDENTAL_SETTINGS = {
+    "run", "resume", "progress", "bind_address", "store_port", "tensorboard", "keep_checkpoints", "log_every_s", "timeout_s",
+    "task_options.seed",
 }  # fmt: skip
-"""Settings that say nothing about what is compared."""
+"""Settings that are not listed as a difference between runs."""
 
 
-def write_report(runs: Sequence[str | Path], out: str | Path, extra: Mapping[Path, Words] | None = None) -> Path:
-    """Writes one page about these run directories; returns its path.
+def write_report(runs: Sequence[str | Path], out: str | Path, extra: Mapping[Path, WerResult] | None = None) -> Path:
+    """Write one page about the run directories and return its path. Raise UsageError if a run or `out` is unusable.
 
-    `extra`: what is known about the words that were heard beyond result.json, by run directory."""
+    extra   word error rates by run directory that replace those of result.json
+    """
     if not runs:
-        raise UsageError("no run is named", where="RUN", do="give one run directory or more")
+        raise UsageError("a report needs at least one run", where="RUN", hint="name a run directory")
     paths = [Path(run) for run in runs]
-    known = {path.resolve(): heard for path, heard in (extra or {}).items()}
-    read = [
-        read_run(path, name, known.get(path.resolve())) for path, name in zip(paths, names_of(paths), strict=True)
+    words = {path.resolve(): result for path, result in (extra or {}).items()}
+    views = [
+        read_run(path, name, words.get(path.resolve())) for path, name in zip(paths, names_of(paths), strict=True)
     ]  # fmt: skip
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_name(f".{out.name}.{os.getpid()}")
-        partial.write_text(page(read), encoding="utf-8")
+        partial.write_text(page(views), encoding="utf-8")
         partial.replace(out)
     except OSError as error:
-        raise UsageError(f"cannot write the page: {error.strerror}", where=str(out), do="choose another --out") from error
+        raise UsageError(f"writing the page failed: {error.strerror}", where=str(out), hint="choose another --out") from error
     return out
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """The shortest end of each path that tells it from the others; `network` alone says nothing."""
+    """Return the shortest suffix of each path that is unique; `network` alone is not informative."""
     whole = [p.resolve().parts for p in paths]
     names = []
     for parts in whole:
@@ -58,17 +60,17 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The whole text."""
+def page(runs: Sequence[RunView]) -> str:
+    """Return the HTML text."""
     title = f"{runs[0].name}: {runs[0].strategy}" if len(runs) == 1 else f"{len(runs)} runs compared"
     style = resources.files("roundelay.report").joinpath("page.css").read_text(encoding="utf-8")
     bodies = [
-        ("words", "Words", words.section(runs)),
-        ("learning", "Learning", curves.learning(runs)),
-        ("time", "Time", timing.time_split(runs)),
-        ("asynchrony", "Asynchrony", timing.asynchrony(runs)),
+        ("words", "Word errors", wer.section(runs)),
+        ("learning", "Learning", learning.learning(runs)),
+        ("time", "Time", time_split.time_split(runs)),
+        ("asynchrony", "Asynchrony", time_split.asynchrony(runs)),
         ("mixing", "Mixing", mixing.section(runs) or unknown_mixing(runs)),
-        ("made", "How it was made", "".join(made.details(run) for run in runs)),
+        ("provenance", "Provenance", "".join(provenance.details(run) for run in runs)),
     ]
     shown = [(at, name, body) for at, name, body in bodies if body]
     menu = "".join(f'<a href="#{at}">{name}</a>' for at, name, _ in shown)
@@ -85,77 +87,77 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def summary(runs: Sequence[Run]) -> str:
+def summary(runs: Sequence[RunView]) -> str:
     return tiles(runs[0]) if len(runs) == 1 else comparison(runs)
 
 
-def tiles(run: Run) -> str:
-    """The figures of one run at a glance."""
+def tiles(run: RunView) -> str:
+    """Return the main metrics of one run."""
     learners = f"{run.learners} learner{'s' * (run.learners != 1)}"
-    known = [
+    rows = [
         ("strategy", escape(run.strategy or "–"), learners),
-        ("time", duration(run.seconds), "training, judging and saving included"),
+        ("time", duration(run.seconds), "including evaluation and checkpoints"),
         ("speed", f"{number(run.samples_per_s, 3)}", f"samples/s; {number(run.samples)} samples"),
     ]
     for name in ("logprob", "accuracy") if "logprob" in run.final else ("loss", "accuracy"):
         if name in run.final:
-            known.append(
-                (f"held-out {name}", number(run.final[name]), "per frame" if name == "logprob" else "of the average model")
+            rows.append(
+                (f"validation {name}", number(run.final[name]), "per frame" if name == "logprob" else "of the average model")
             )
     wer = run.wer()
     if wer is not None:
-        known.append(
+        rows.append(
             ("word error rate", f"{wer['wer']:.2f} %", f"{wer['low']:.2f} to {wer['high']:.2f}; {escape(str(wer['set']))}")
         )
     shown = "".join(
         f'<div class="tile"><div class="what">{what}</div><div class="figure">{figure}</div><div class="more">{more}</div>'
         "</div>"
-        for what, figure, more in known
+        for what, figure, more in rows
     )
     state = "" if run.state == "finished" else f'<p class="warn">This run is {escape(run.state)}.</p>'
     return f'{state}<div class="tiles" data-figure="summary">{shown}</div>'
 
 
-def comparison(runs: Sequence[Run]) -> str:
-    """All runs in one table, with the settings in which they differ."""
+def comparison(runs: Sequence[RunView]) -> str:
+    """Return all runs in one table, with the settings in which they differ."""
     differing = differences(runs)
     names = [n for n in ("logprob", "loss", "accuracy") if any(n in r.final for r in runs)]
     if "logprob" in names and "loss" in names:
         names.remove("loss")
-    heard = any(r.wer() for r in runs)
-    head = ["run", "strategy", *map(escape, differing), "learners", "seconds", "samples/s", *(f"held-out {n}" for n in names)]
-    head += ["WER % (95 % interval)"] if heard else []
+    decoded = any(r.wer() for r in runs)
+    head = ["run", "strategy", *map(escape, differing), "learners", "seconds", "samples/s", *(f"validation {n}" for n in names)]
+    head += ["WER % (95 % interval)"] if decoded else []
     rows = []
     for run in runs:
         flat = flattened(run.settings)
         cells = [escape(run.name), escape(run.strategy or "–"), *(escape(str(flat.get(k, "–"))) for k in differing)]
         cells += [number(run.learners), f"{run.seconds:.1f}" if run.seconds else "–", number(run.samples_per_s, 3)]
         cells += [number(run.final.get(n)) for n in names]
-        if heard:
+        if decoded:
             wer = run.wer()
             cells.append(f"{wer['wer']:.2f} ({wer['low']:.2f} – {wer['high']:.2f})" if wer else "–")
         if run.state != "finished":
             cells[0] += f'<br><span class="warn small">{escape(run.state)}</span>'
         rows.append(cells)
-    look = "seconds and samples/s say which is faster; the held-out figures, whether it is as good at the end."
-    return card(table(head, rows, 2, stacks=True), look, figure="summary")
+    hint = "Seconds and samples/s show which run is faster; the validation metrics, whether its model is as good at the end."
+    return card(table(head, rows, 2, stacks=True), hint, figure="summary")
 
 
-def differences(runs: Sequence[Run], most: int = 6) -> list[str]:
-    """Settings that are not the same in all runs, the strategy and the number of learners aside."""
+def differences(runs: Sequence[RunView], most: int = 6) -> list[str]:
+    """Return at most `most` settings that differ between the runs, except strategy and learners."""
     flat = [flattened(run.settings) for run in runs if run.settings]
     keys = dict.fromkeys(k for settings in flat for k in settings)
-    found = []
+    differing = []
     for key in keys:
         values: list[Any] = [settings.get(key) for settings in flat]
         path = any(isinstance(v, str) and "/" in v for v in values)
-        if key not in NOT_A_DIFFERENCE | {"strategy", "learners"} and not path and any(v != values[0] for v in values):
-            found.append(key)
-    return found[:most]
+        if key not in INCIDENTAL_SETTINGS | {"strategy", "learners"} and not path and any(v != values[0] for v in values):
+            differing.append(key)
+    return differing[:most]
 
 
-def unknown_mixing(runs: Sequence[Run]) -> str:
-    """Why there is no picture of the ring."""
+def unknown_mixing(runs: Sequence[RunView]) -> str:
+    """Return a note for runs that did not record their topology."""
     if all(run.learners < 2 for run in runs):
         return ""
-    return '<p class="small">The events do not say who averages with whom: they were written by an older version.</p>'
+    return '<p class="small">The events do not record which learners average with each other.</p>'

@@ -1,4 +1,4 @@
-"""The curves of a run, from its events: mean over the learners in bins, so that 64 learners draw no more than one."""
+"""Curves of a run from its events, averaged over learners in bins, so that 64 learners give as many points as one."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from roundelay.report.reading import Event, Run
+from roundelay.report.run_reader import Event, RunView
+from roundelay.report.svg import Points
 
-Points = list[tuple[float, float]]
 BINS = 120
-KINDS = ("compute", "data", "update", "comm", "save", "judge")
-"""Where a learner's time goes; what is left of a second is `other`."""
-TAIL = ((8, 15), (16, 31), (32, 63), (64, 127))
+KINDS = ("compute", "data", "update", "comm", "save", "eval")
+"""Kinds of time in the events; the rest is `other`."""
+STALENESS_TAIL = ((8, 15), (16, 31), (32, 63), (64, 127))
 
 
-def train_loss(run: Run, against: str) -> Points:
-    """Mean training loss, weighted by steps. Against `position` or `at`."""
+def train_loss(run: RunView, against: str) -> Points:
+    """Return the mean training loss, weighted by steps. `against` is "position" (samples) or "at" (seconds)."""
     return mean_in_bins(
         ((e[against], e["loss"], e.get("steps") or 1) for e in steps(run) if finite(e.get("loss")) and finite(e.get(against))),
         len(run.steps),
     )
 
 
-def learning_rate(run: Run, against: str) -> Points:
-    found = ((e[against], e["rate"], 1.0) for e in steps(run) if finite(e.get("rate")) and finite(e.get(against)))
-    return mean_in_bins(found, len(run.steps))
+def learning_rate(run: RunView, against: str) -> Points:
+    rows = ((e[against], e["lr"], 1.0) for e in steps(run) if finite(e.get("lr")) and finite(e.get(against)))
+    return mean_in_bins(rows, len(run.steps))
 
 
-def pair_distance(run: Run, against: str) -> Points:
-    """|w_i - w_j| / |w_i| that meetings found, weighted by meetings."""
+def pair_distance(run: RunView, against: str) -> Points:
+    """Return |w_i - w_j| / |w_i| at exchanges, weighted by the number of exchanges."""
     return mean_in_bins(
         (
-            (e[against], e["pair_distance"], e.get("meetings") or 1)
+            (e[against], e["pair_distance"], e.get("exchanges") or 1)
             for e in steps(run)
             if finite(e.get("pair_distance")) and finite(e.get(against))
         ),
@@ -41,28 +41,28 @@ def pair_distance(run: Run, against: str) -> Points:
     )
 
 
-def spread(run: Run, against: str) -> Points:
-    """sqrt(mean |w_l - mean|^2) / |mean| of the checkpoints."""
-    found = {e["position"]: (e[against], e["spread"]) for e in run.checkpoints if finite(e.get("spread")) and "position" in e}
-    found |= {
+def spread(run: RunView, against: str) -> Points:
+    """Return sqrt(mean |w_l - mean|^2) / |mean| at the checkpoints."""
+    points = {e["position"]: (e[against], e["spread"]) for e in run.checkpoints if finite(e.get("spread")) and "position" in e}
+    points |= {
         e["position"]: (e[against], e["spread"])
         for e in run.evaluations
-        if finite(e.get("spread")) and e.get("position") not in found
+        if finite(e.get("spread")) and e.get("position") not in points
     }
-    return sorted(found.values())
+    return sorted(points.values())
 
 
-def held_out(figure: str, run: Run, against: str) -> Points:
-    """One of the held-out figures of the average model. Of the final model only where no checkpoint has its place."""
-    found = {}
+def validation(metric: str, run: RunView, against: str) -> Points:
+    """Return a validation metric of the average model, one point per position. The last evaluation of a position counts."""
+    points = {}
     for e in run.evaluations:
-        if finite(e["figures"].get(figure)) and finite(e.get(against)):
-            found[e.get("position")] = (float(e[against]), float(e["figures"][figure]))
-    return sorted(found.values())
+        if finite(e["metrics"].get(metric)) and finite(e.get(against)):
+            points[e.get("position")] = (float(e[against]), float(e["metrics"][metric]))
+    return sorted(points.values())
 
 
-def throughput(run: Run) -> Points:
-    """Samples per second of all learners together, over the seconds."""
+def throughput(run: RunView) -> Points:
+    """Return samples per second, summed over all learners, against seconds."""
     if not run.seconds:
         return []
     begin = min(e["from"] for e in steps(run))
@@ -75,8 +75,8 @@ def throughput(run: Run) -> Points:
     return [(begin + (b + 0.5) * width, s / width) for b, s in enumerate(sums)]
 
 
-def staleness(run: Run) -> list[tuple[str, float]]:
-    """Share of the gradients by staleness, large ones together; percent."""
+def staleness(run: RunView) -> list[tuple[str, float]]:
+    """Return the percentage of gradients by staleness. Values of 8 and more are grouped."""
     counts: Counter[int] = Counter()
     for e in steps(run):
         counts.update({int(k): int(v) for k, v in (e.get("staleness") or {}).items()})
@@ -84,14 +84,15 @@ def staleness(run: Run) -> list[tuple[str, float]]:
     if not total:
         return []
     rows = [(str(k), counts[k]) for k in range(8)]
-    rows += [(f"{a}+", sum(v for k, v in counts.items() if a <= k <= b)) for a, b in TAIL]
+    rows += [(f"{a}+", sum(v for k, v in counts.items() if a <= k <= b)) for a, b in STALENESS_TAIL]
     rows.append(("128+", sum(v for k, v in counts.items() if k >= 128)))
     while len(rows) > 4 and not rows[-1][1]:
         rows.pop()
     return [(label, 100 * count / total) for label, count in rows]
 
 
-def mean_staleness(run: Run) -> float | None:
+def mean_staleness(run: RunView) -> float | None:
+    """Return the mean staleness of all gradients, or None if none was recorded."""
     pairs = [(int(k), int(v)) for e in steps(run) for k, v in (e.get("staleness") or {}).items()]
     total = sum(v for _, v in pairs)
     return sum(k * v for k, v in pairs) / total if total else None
@@ -99,7 +100,7 @@ def mean_staleness(run: Run) -> float | None:
 
 @dataclass(frozen=True)
 class Strip:
-    """One learner's time: in every bin the share of each kind, and the seconds of each in all."""
+    """Time of one learner: the share of each kind in every bin, and the total seconds of each kind."""
 
     rank: int
     bins: list[dict[str, float]]
@@ -107,12 +108,12 @@ class Strip:
     elapsed: float
 
 
-def strips(run: Run, bins: int) -> list[Strip]:
-    """The time of every learner, cut into equal bins of the whole run."""
+def strips(run: RunView, bins: int) -> list[Strip]:
+    """Return the time of every learner in `bins` equal bins of the run."""
     if not run.seconds:
         return []
     begin, width = min(e["from"] for e in steps(run)), run.seconds / bins
-    found = []
+    rows = []
     for rank in sorted(run.steps):
         cells: list[dict[str, float]] = [{} for _ in range(bins)]
         total: Counter[str] = Counter()
@@ -122,22 +123,22 @@ def strips(run: Run, bins: int) -> list[Strip]:
             for b, share in overlaps(e["from"] - begin, e["at"] - begin, width, bins):
                 for kind, seconds in parts.items():
                     cells[b][kind] = cells[b].get(kind, 0.0) + share * seconds / width
-        found.append(Strip(rank, cells, dict(total), sum(e["at"] - e["from"] for e in run.steps[rank])))
-    return found
+        rows.append(Strip(rank, cells, dict(total), sum(e["at"] - e["from"] for e in run.steps[rank])))
+    return rows
 
 
 def split(event: Event) -> dict[str, float]:
-    """Seconds by kind, `other` included; they sum to the time that went by."""
+    """Return seconds by kind, including `other`. They sum to the elapsed time."""
     elapsed = max(event["at"] - event["from"], 1e-9)
     parts = {k: float(v) for k, v in (event.get("seconds") or {}).items() if finite(v) and v > 0}
-    known = sum(parts.values())
-    if known > elapsed:
-        return {k: v * elapsed / known for k, v in parts.items()}
-    return parts | {"other": elapsed - known}
+    total = sum(parts.values())
+    if total > elapsed:
+        return {k: v * elapsed / total for k, v in parts.items()}
+    return parts | {"other": elapsed - total}
 
 
 def overlaps(begin: float, end: float, width: float, bins: int) -> list[tuple[int, float]]:
-    """Which share of an interval lies in which bin."""
+    """Return (bin, share of the interval in it) for all bins that an interval overlaps."""
     if not end > begin:
         return []
     first, last = max(0, int(begin / width)), min(bins - 1, int(end / width))
@@ -145,12 +146,12 @@ def overlaps(begin: float, end: float, width: float, bins: int) -> list[tuple[in
     return [(b, part / (end - begin)) for b, part in cut if part > 0]
 
 
-def mean_in_bins(found: Iterable[tuple[float, float, float]], together: int) -> Points:
-    """(x, y, weight) to as many points as one of the `together` learners would give, each at the mean of its own."""
-    rows = sorted(found)
+def mean_in_bins(values: Iterable[tuple[float, float, float]], learners: int) -> Points:
+    """Return weighted means of (x, y, weight) in bins. There are as many bins as one of the learners has values."""
+    rows = sorted(values)
     if not rows:
         return []
-    bins = max(1, min(BINS, len(rows) // max(together, 1)))
+    bins = max(1, min(BINS, len(rows) // max(learners, 1)))
     low, width = rows[0][0], (rows[-1][0] - rows[0][0]) / bins or 1.0
     sums: dict[int, list[float]] = {}
     for x, y, weight in rows:
@@ -161,7 +162,8 @@ def mean_in_bins(found: Iterable[tuple[float, float, float]], together: int) -> 
     return [(x / w, y / w) for x, y, w in sums.values() if w > 0]
 
 
-def steps(run: Run) -> Sequence[Event]:
+def steps(run: RunView) -> Sequence[Event]:
+    """Return the step events of all learners."""
     return [e for events in run.steps.values() for e in events]
 
 

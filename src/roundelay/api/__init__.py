@@ -1,0 +1,1 @@
+"""The Python interface: `Session` for user loops, `fit` for the built-in training loop."""

@@ -1,1 +1,0 @@
-"""Speech recognition: from recordings and transcripts to a word error rate."""

@@ -1,0 +1,160 @@
+"""roundelay check: in one process, with N local learners, or as one rank under a launcher."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from roundelay.cli.arguments import add_json, add_settings
+from roundelay.errors import PeerLost, UsageError
+
+if TYPE_CHECKING:
+    from roundelay.config import TrainConfig
+    from roundelay.fleet.store import JobStore
+    from roundelay.preflight.links import MeasuredLink
+    from roundelay.preflight.machine import CheckResult
+
+EXAMPLES = """  roundelay check
+  roundelay check learners=2 run=runs/next
+  torchrun --nnodes 2 --node-rank 0 --master-addr first --master-port 29500 -m roundelay check bind_address=auto"""
+MAX_SKEW_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, "settings of the planned run: learners, bind_address, store_port, run, device, timeout_s")
+    add_json(parser)
+
+
+def check_as_rank(settings: TrainConfig) -> tuple[int, list[CheckResult], list[MeasuredLink]]:
+    """Check this machine and measure the links to all ranks. All ranks must call it; rank 0 returns the results of all."""
+    from roundelay.fleet.store import JobStore, connect_store, serve_store
+    from roundelay.launch.context import exchange_rank_info, local_address_towards
+    from roundelay.preflight.links import measure_links
+    from roundelay.preflight.machine import CheckResult, check_address, check_machine
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    keep = [serve_store(address, port)] if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else []
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = JobStore(connect_store(address, port, settings.timeout_s), f"check/{restart}/")
+    machine = os.environ.get("GROUP_RANK") or socket.gethostname()
+    cards = exchange_rank_info(store, rank, size, machine, settings.timeout_s, {})
+    here = local_address_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
+    rows = [check_address(here, address, port)]
+    if rows[0].state == "failure":
+        raise UsageError(f"cannot listen on {rows[0].detail}", where=f"rank {rank}, bind_address", hint=rows[0].hint)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        rows = [*check_machine(settings), *rows]
+    links = measure_links(store, rank, size, here, settings.timeout_s)
+    store.set(f"results/{rank}", json.dumps([asdict(row) for row in rows]))
+    if rank != 0:
+        wait_for(store, "read", settings.timeout_s)
+        return rank, [], []
+    results = [CheckResult("store", f"{address}:{port}, {size} ranks on {len({c['machine'] for c in cards})} machine(s)")]
+    for other in range(size):
+        posted = json.loads(wait_for(store, f"results/{other}", settings.timeout_s))
+        results += [CheckResult(**{**row, "name": f"rank {other}: {row['name']}"}) for row in posted]
+    results += link_results(links)
+    store.set("read", "1")
+    time.sleep(0.2 * bool(keep))  # the other ranks read this key from the store, which ends with this process
+    return rank, results, links
+
+
+def wait_for(store: JobStore, key: str, timeout_s: float) -> str:
+    """Return the value of a key; raise PeerLost if it does not appear within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while (value := store.get(key)) is None:
+        if time.monotonic() > deadline:
+            raise PeerLost(
+                f"store key '{key}' did not appear within {timeout_s:.0f} s",
+                where="store",
+                hint="see the messages of the other ranks",
+            )
+        time.sleep(0.01)
+    return value
+
+
+def link_results(links: list[MeasuredLink]) -> list[CheckResult]:
+    """Return one result per measured link."""
+    from roundelay.preflight.machine import CheckResult
+
+    rows = []
+    for link in links:
+        name = f"ranks {link.a} and {link.b}"
+        if link.error:
+            hint = (
+                "open the ephemeral ports between the machines, and set bind_address=auto or an address that all machines reach"
+            )
+            rows.append(CheckResult(name, link.error, "failure", hint, PeerLost.exit_code))
+            continue
+        speed = f"{link.megabytes_per_s:.0f} MB/s, round trip {link.round_trip_ms:.2f} ms"
+        if abs(link.skew_s) > MAX_SKEW_S:
+            hint = "synchronize the clocks (chrony or ntp): times in events and reports are inconsistent"
+            rows.append(CheckResult(name, f"{speed}, clocks {link.skew_s:+.1f} s apart", "warning", hint))
+        else:
+            rows.append(CheckResult(name, f"{speed}, clocks {1000 * link.skew_s:+.1f} ms apart"))
+    return rows
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the environment and print one line per result; the exit code is that of the worst failure."""
+    from roundelay import config
+    from roundelay.launch.context import under_launcher
+    from roundelay.launch.local import start_learners
+    from roundelay.preflight.machine import check_address, check_machine, check_store
+
+    settings = config.load(None, args.overrides).settings
+    links: list[MeasuredLink] = []
+    if under_launcher():
+        rank, rows, links = check_as_rank(settings)
+        if rank != 0:
+            return 0
+    elif settings.learners > 1:
+        command = [sys.executable, "-m", "roundelay", "check", *args.overrides, *(["--json"] if args.json else [])]
+        host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address
+        return start_learners(
+            command,
+            lambda: run(args),
+            settings.learners,
+            bind_address=host,
+            port=settings.store_port,
+            run=None,
+            survives_failures=False,
+        )
+    else:
+        host = "127.0.0.1" if settings.bind_address == "auto" else settings.bind_address
+        rows = [
+            *check_machine(settings),
+            check_address(settings.bind_address, "127.0.0.1", 0),
+            check_store(host, settings.store_port),
+        ]
+    print(as_json(rows, links) if args.json else as_text(rows), flush=True)
+    return max((row.code for row in rows if row.state == "failure"), default=0)
+
+
+def as_json(rows: list[CheckResult], links: list[MeasuredLink]) -> str:
+    """Return the results as JSON."""
+    ok = all(row.state != "failure" for row in rows)
+    return json.dumps({"ok": ok, "findings": [asdict(row) for row in rows], "links": [asdict(link) for link in links]})
+
+
+def as_text(rows: list[CheckResult]) -> str:
+    """Return one line per result, with a hint where something is wrong."""
+    signs = {"ok": "ok", "warning": "WARNING", "failure": "FAILED"}
+    lines: list[str] = []
+    for row in rows:
+        lines.append(f"{signs[row.state]:<8} {row.name}: {row.detail}")
+        if row.hint:
+            lines.append(f"{'':<8} what to do: {row.hint}")
+    bad = sum(row.state == "failure" for row in rows)
+    lines.append("all checks passed: a run will work here" if not bad else f"{bad} check{'s' * (bad > 1)} failed")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Communicators: threads, torch.distributed, MPI; shared memory and gossip between them."""

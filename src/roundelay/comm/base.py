@@ -1,0 +1,206 @@
+"""What all communicators have in common: reductions in rank order, membership, subgroups, shared vectors and their gossip.
+
+`BaseCommunicator` holds the identity of a group. `GossipCommunicator` adds shared vectors, one-sided operations and the gossip
+thread; a backend that extends it provides the collectives, and the connections to ranks that share no memory with this one.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundelay.comm.gossip.handle import BackgroundGossip
+from roundelay.comm.gossip.thread import GossipThread
+from roundelay.comm.shared_memory import SharedVector, SharedVectors
+from roundelay.core import kernels
+from roundelay.core.contracts import Matching, SharedWeights, Store
+from roundelay.core.update_log import Op, UpdateLog
+from roundelay.fleet.membership import StoreMembership
+
+# -- reductions in rank order: the same bits on every backend ------------------------------------------------------------
+
+
+def weighted_mean(inputs: dict[int, tuple[Tensor, float | None]]) -> Tensor:
+    """Return the mean of (vector, weight) of all ranks, summed in rank order. Weight None counts as 1."""
+    x, size = inputs[0][0], len(inputs)
+    xs = torch.stack([inputs[r][0].reshape(-1) for r in range(size)])
+    weights = torch.tensor([1.0 if (weight := inputs[r][1]) is None else weight for r in range(size)], dtype=x.dtype)
+    out = torch.empty_like(xs[0])
+    kernels.ordered_sum(out, xs, weights)
+    return out.div_(weights.sum()).view_as(x)
+
+
+def plain_sum(inputs: dict[int, Tensor]) -> Tensor:
+    """Return the sum of the vectors of all ranks, in rank order."""
+    xs = torch.stack([inputs[r] for r in range(len(inputs))])
+    out = torch.empty_like(xs[0])
+    kernels.ordered_sum(out, xs, torch.ones(len(inputs), dtype=xs.dtype))
+    return out
+
+
+def weighted_sum(inputs: dict[int, Tensor], row: dict[int, float], out: Tensor | None = None) -> Tensor:
+    """Return the sum over `row` of weight * vector, in rank order; `out` may be one of the vectors."""
+    members = sorted(row)
+    out = torch.empty_like(inputs[members[0]]) if out is None else out
+    kernels.mix(out, [inputs[m] for m in members], [row[m] for m in members])
+    return out
+
+
+class SlicedMean:
+    """A deterministic weighted mean on the network: each rank sums one slice in rank order, then all slices are gathered.
+
+    It moves as many bytes as a ring all-reduce. The backend transposes `outgoing` to `incoming` (all-to-all), sums `weights`
+    over all ranks if they are not all 1, and gathers `own_slice()` of all ranks for `result`.
+    """
+
+    def __init__(self, x: Tensor, weight: float | None, rank: int, size: int) -> None:
+        self._x, self._size = x, size
+        self.weights = torch.full((size,), 1.0, dtype=torch.float64)
+        if weight is not None:
+            self.weights.zero_()
+            self.weights[rank] = weight
+        self._slice = -(-x.numel() // size)
+        self.outgoing = torch.zeros(size * self._slice, dtype=x.dtype)
+        self.outgoing[: x.numel()] = x.detach().reshape(-1)
+        self.incoming = torch.empty_like(self.outgoing)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.outgoing.numel() * self.outgoing.element_size() * (self._size - 1) // self._size * 2
+
+    def own_slice(self) -> Tensor:
+        """Return this rank's slice of the mean. Call after the all-to-all."""
+        weights = self.weights.to(self._x.dtype)
+        own = torch.empty(self._slice, dtype=self._x.dtype)
+        kernels.ordered_sum(own, self.incoming.view(self._size, self._slice), weights)
+        return own.div_(weights.sum())
+
+    def result(self, slices: Tensor) -> Tensor:
+        """Return the mean from the gathered slices."""
+        return slices[: self._x.numel()].view_as(self._x).to(self._x.device)
+
+
+def all_reduce_bytes(x: Tensor, size: int) -> int:
+    """Return the bytes one rank sends in a ring all-reduce of x."""
+    return 2 * x.numel() * x.element_size() * (size - 1) // size
+
+
+# -- communicators -------------------------------------------------------------------------------------------------------
+
+
+class BaseCommunicator:
+    """Identity of one rank in a group: its ranks, its name, the store and the membership of the job."""
+
+    def __init__(self, store: Any, ranks: Sequence[int], rank: int, name: str) -> None:
+        self.store, self.ranks, self.rank, self.size, self.name = store, list(ranks), rank, len(ranks), name
+        self.membership = StoreMembership(store)
+
+    def live_ranks(self) -> list[int]:
+        """Return the members not known to have failed, as ranks of this group."""
+        failed = self.membership.failed_ranks()
+        return [member for member in range(self.size) if self.ranks[member] not in failed]
+
+    def _subgroup(self, ranks: Sequence[int], name: str) -> tuple[list[int], int, str]:
+        """Return the job ranks, the own rank and the name of a subgroup that contains this rank."""
+        return [self.ranks[r] for r in ranks], list(ranks).index(self.rank), f"{self.name}/{name}"
+
+    def _report_failure(self, member: int, reason: str) -> None:
+        self.membership.report(self.ranks[member], reason)
+
+
+class GossipCommunicator(BaseCommunicator):
+    """A communicator whose shared vectors are exchanged by a `GossipThread`.
+
+    `publish` of the backend calls `_share`, which creates the thread. `gossip`, or a backend whose peers may send requests
+    before that, starts it.
+    """
+
+    def __init__(self, store: Store, ranks: Sequence[int], rank: int, name: str, timeout_s: float) -> None:
+        super().__init__(store, ranks, rank, name)
+        self.timeout_s = timeout_s
+        self._vectors: SharedVectors | None = None
+        self._gossip_thread: GossipThread | None = None
+        self._update_log: UpdateLog | None = None
+        self._bytes = 0
+
+    def _share(self, vectors: SharedVectors, token: bytes = b"", listener: socket.socket | None = None) -> SharedVector:
+        """Return this rank's shared vector and create its gossip thread, which is not started yet."""
+        self._vectors = vectors
+        shared_weights = SharedVector(vectors, self.rank)
+        self._gossip_thread = GossipThread(shared_weights, vectors, self.size, token, listener, self._report_failure)
+        self._gossip_thread.update_log = self._update_log
+        return shared_weights
+
+    def _connect_partners(self, thread: GossipThread, matching: Matching) -> int:
+        """Connect to the partners that share no memory with this rank; return their number."""
+        return 0
+
+    def gossip(self, shared_weights: SharedWeights, matching: Matching, steps_per_exchange: float) -> BackgroundGossip:
+        thread = self._gossip_thread
+        assert thread is not None, "publish() comes first"
+        partners = self._connect_partners(thread, matching)
+        thread.start()
+        thread.await_partners(partners, self.timeout_s)
+        thread.gossip(matching, steps_per_exchange)
+        return BackgroundGossip(thread, self.membership, self.store, self.ranks, self.rank, self.name)
+
+    def remote_add(self, peer: int, d: Tensor) -> int:
+        assert self._vectors is not None
+        d = d.detach().to("cpu").contiguous()
+        if peer in self._vectors.here:
+            target = SharedVector(self._vectors, peer)
+            with target.locked():
+                number, version = target.count(writes=1)
+                if self._update_log is not None:
+                    self._update_log.append(Op.REMOTE_ADD, peer, number, self.rank)
+                target.vector.add_(d)
+            return version - 1
+        self._bytes += d.numel() * d.element_size()
+        return self._request_add(peer, d)
+
+    def remote_get(self, peer: int, out: Tensor) -> int:
+        assert self._vectors is not None
+        if peer in self._vectors.here:
+            source = SharedVector(self._vectors, peer)
+            with source.locked():
+                number, version = source.count()
+                if self._update_log is not None:
+                    self._update_log.append(Op.REMOTE_GET, peer, number, self.rank)
+                out.copy_(source.vector)
+            return version
+        host = out.detach().to("cpu")
+        version = self._request_get(peer, host)
+        if host.data_ptr() != out.data_ptr():
+            out.copy_(host)
+        return version
+
+    def _request_add(self, peer: int, d: Tensor) -> int:
+        """Add to the vector of a rank on another node; return its version before the addition."""
+        raise NotImplementedError
+
+    def _request_get(self, peer: int, out: Tensor) -> int:
+        """Copy the vector of a rank on another node; return its version."""
+        raise NotImplementedError
+
+    def record(self, update_log: UpdateLog) -> None:
+        self._update_log = update_log
+        if self._gossip_thread is not None:
+            self._gossip_thread.update_log = update_log
+
+    def bytes_sent(self) -> int:
+        thread = self._gossip_thread
+        return self._bytes + (thread.connections.sent_bytes if thread is not None else 0)
+
+    def _close_gossip(self) -> None:
+        """Stop the gossip thread and release the shared vectors. May be called twice."""
+        thread, self._gossip_thread = self._gossip_thread, None
+        vectors, self._vectors = self._vectors, None
+        if thread is not None:
+            self._bytes += thread.connections.sent_bytes
+            thread.close()
+        if vectors is not None:
+            vectors.close()

@@ -1,0 +1,1 @@
+"""Background exchanges of weights: the gossip thread, its handle and its connections."""

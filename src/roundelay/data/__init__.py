@@ -1,0 +1,1 @@
+"""Packed training data: archives, their order per epoch, and background loading."""

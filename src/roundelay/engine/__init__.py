@@ -1,0 +1,1 @@
+"""The training engine: learner, training loop, sharding, checkpoints, evaluation."""

@@ -1,0 +1,120 @@
+"""Evaluation of the average model, divided among the ranks, while training continues.
+
+Each rank evaluates its part of the validation data at its own step boundary after a checkpoint has become complete. The last
+rank adds the parts up. It also reports the effective learning rate of decentralized training: a_e / a = mean_l <g_l, g> /
+|g|^2, where g is the gradient at the mean model and g_l the gradient at learner l's model, both on the same batch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundelay.core.contracts import Task
+from roundelay.engine.learner import Learner
+
+RATE_SAMPLES = 32
+"""Samples of the batch on which the effective learning rate is measured."""
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """One rank's part of the evaluations. For the thread of the learner.
+
+    log         called with one line per result
+    on_result   called with the fields of every `evaluation` event, on every rank
+    newest      metrics of the latest result, as one line
+    """
+
+    def __init__(self, task: Task, learner: Learner, log: Callable[[str], None] = logger.info) -> None:
+        self.task, self.learner, self.log = task, learner, log
+        self._pending: list[tuple[str, int]] = []
+        self.on_result: Callable[[dict[str, Any]], None] | None = None
+        self.newest = ""
+
+    def evaluate(self, position: int, mean: Tensor, spread: float | None, final: bool = False) -> None:
+        """Evaluate `mean` on this rank's part and post the sums. The last rank to post writes the event. Does not block."""
+        learner = self.learner
+        context, store = learner.context, learner.job.store
+        began = context.runtime.clock()
+        effective = None if final else self._effective_rate(mean)
+        with torch.no_grad(), learner.swapped_weights(mean) as module, context.runtime.rng_scope():
+            parts = self.task.evaluate(module, context.rank, context.size)
+        seconds = context.runtime.clock() - began
+        learner.worker.step_timer.seconds["eval"] += seconds
+        key = f"evaluated/{'final' if final else position}"
+        store.set(f"{key}/{context.rank}", json.dumps({"parts": parts, "effective": effective, "seconds": seconds}))
+        self._pending.append((key, position))
+        posted = store.add(key, 1)
+        complete = posted >= context.size - len(learner.job.membership.failed_ranks())
+        if complete and store.claim(f"{key}/sum", str(context.rank)) == str(context.rank):
+            self._add_up(key, position, spread, final)
+
+    def _add_up(self, key: str, position: int, spread: float | None, final: bool) -> None:
+        learner = self.learner
+        texts = [learner.job.store.get(f"{key}/{r}") for r in range(learner.context.size)]
+        posts = [json.loads(text) for text in texts if text is not None]
+        metrics: dict[str, float] = {}
+        for name in posts[0]["parts"]:
+            total, count = (sum(p["parts"][name][i] for p in posts) for i in (0, 1))
+            metrics[name] = total / max(count, 1)
+        ratios = [p["effective"] for p in posts if p["effective"] is not None]
+        result: dict[str, Any] = {
+            "position": position,
+            "metrics": metrics,
+            "final": final,
+            "seconds": sum(p["seconds"] for p in posts),
+        }
+        if spread is not None:
+            result["spread"] = spread
+        if ratios:
+            result["effective_rate"] = sum(ratios) / len(ratios)
+        learner.events.write("evaluation", **result)
+        learner.job.store.set(f"{key}/result", json.dumps(result))
+        learner.job.store.set(f"{key}/metrics", json.dumps(metrics))
+
+    def announce(self) -> None:
+        """Log the results that have become complete since the last call, on whichever rank they were added up."""
+        for key, position in list(self._pending):
+            text = self.learner.job.store.get(f"{key}/result")
+            if text is None:
+                continue
+            self._pending.remove((key, position))
+            result = json.loads(text)
+            self.newest = "  ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
+            self.log(f"epoch {position / self.task.samples:6.2f}  held-out {self.newest}")
+            if self.on_result is not None:
+                self.on_result(result)
+
+    def _effective_rate(self, mean: Tensor) -> float | None:
+        """Return <g_l, g> / |g|^2 of this learner, without a trace in buffers, gradients or RNG. None with one learner."""
+        learner = self.learner
+        if learner.context.size == 1 or not learner.worker.is_node_leader:
+            return None
+        batch = self.task.batch(0, 0, min(self.task.samples, RATE_SAMPLES))
+        buffers = [(b, b.detach().clone()) for b in learner.module.buffers()]
+        try:
+            at_mean = self._gradient(mean, batch)
+            at_own = self._gradient(learner.worker.w.clone(), batch)
+        finally:
+            learner.flat.clear_gradients()
+            for buffer, saved in buffers:  # batch normalization has updated its statistics
+                buffer.copy_(saved)
+        return float(at_own @ at_mean) / max(float(at_mean @ at_mean), 1e-30)
+
+    def _gradient(self, vector: Tensor, batch: Any) -> Tensor:
+        learner = self.learner
+        with learner.swapped_weights(vector) as module:
+            module.train()
+            learner.flat.clear_gradients()
+            rng_state = learner.context.runtime.rng_state()
+            with learner.context.runtime.rng_scope():
+                self.task.loss(module, batch).backward()
+            learner.context.runtime.set_rng_state(rng_state)
+            return learner.flat.gather(torch.empty_like(learner.flat.phi))

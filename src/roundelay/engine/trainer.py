@@ -1,0 +1,435 @@
+"""Training loop: step, record, checkpoint, evaluate, stop. It uses workers, strategies and tasks, and no specific algorithm."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from roundelay.core.contracts import Task
+from roundelay.core.interrupts import StopOnSignals
+from roundelay.core.update_log import UpdateLog
+from roundelay.data.device import DeviceTransfer
+from roundelay.data.loader import MAX_DEPTH
+from roundelay.data.process import ProcessBatches
+from roundelay.engine.checkpoint import Checkpoints, disk_errors_as, latest, model_tensors, read_model
+from roundelay.engine.config import TrainConfig
+from roundelay.engine.evaluator import Evaluator
+from roundelay.engine.learner import Learner
+from roundelay.engine.optimizer import make_optimizer
+from roundelay.engine.sharding import BatchLease, DynamicSharding, StaticSharding
+from roundelay.engine.validate import CHECKPOINT_FOLDER, validate_run
+from roundelay.errors import DataError, Interrupted, PeerLost, UsageError
+from roundelay.launch.context import DistributedContext
+from roundelay.log.rank_log import close_logger, rank_logger
+from roundelay.metrics.dashboard import LiveDashboard, RunTitle
+from roundelay.metrics.tensorboard import FOLDER, TensorBoardLogger
+from roundelay.strategies.base import innermost
+
+_build_lock = threading.Lock()
+"""Held while a model is built: learners in threads share torch's global RNG."""
+
+
+def train(
+    task: Task,
+    context: DistributedContext,
+    config: TrainConfig,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    record_settings: dict[str, Any] | None = None,
+    on_step: Callable[[Learner], None] | None = None,
+    on_start: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Train a task as one rank of a job and return the run's metrics. All ranks of the job must call it."""
+    trainer = Trainer(
+        task, context, config, metadata=metadata, record_settings=record_settings, on_step=on_step, on_start=on_start
+    )
+    return trainer.run()
+
+
+class Trainer:
+    """The training run of one rank. All ranks of a job construct one with equal settings and call `run` once.
+
+    Args:
+        task: What is trained.
+        context: This rank's place in the job.
+        config: Settings of the run.
+        metadata: Extra entries for the manifests of checkpoints.
+        record_settings: Record the order of updates, with these settings as the record's description.
+        on_step: Called with the learner after each step, in the training thread.
+        on_start: Called once the settings have been accepted by this rank, before the first step.
+
+    Raises:
+        UsageError: The settings exclude this run; the run directory is unchanged.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        context: DistributedContext,
+        config: TrainConfig,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        record_settings: dict[str, Any] | None = None,
+        on_step: Callable[[Learner], None] | None = None,
+        on_start: Callable[[], None] | None = None,
+    ) -> None:
+        validate_run(config, context.size)
+        self.task, self.context, self.config = task, context, config
+        self._record_settings, self._on_step, self._on_start = record_settings, on_step, on_start
+        run, rank = config.run_dir, context.rank
+        if run is not None:
+            (run / "log").mkdir(parents=True, exist_ok=True)
+        self.dashboard = LiveDashboard(config.progress if rank == 0 else "none")
+        log_file = run / "log" / f"rank-{rank:03d}.txt" if run is not None and context.runtime.owns_terminal(rank) else None
+        self.log = rank_logger(rank, log_file, self.dashboard.line if rank == 0 else None, context.runtime.stamp)
+        with _build_lock:
+            context.runtime.seed_init(config.seed)
+            module = task.build().to(context.device)
+            context.runtime.seed_rank(config.seed * 1_000_003 + rank)  # dropout must differ between ranks
+        events = context.runtime.events(run / "events.jsonl" if run is not None else None, rank)
+        self.learner = Learner(context, module, make_optimizer(config, module), config, events)
+        self.evaluator = Evaluator(task, self.learner, self.log.info)
+        scalars = run / FOLDER if run is not None and config.tensorboard and importlib.util.find_spec("tensorboard") else None
+        self.tensorboard = TensorBoardLogger(self.learner, scalars)
+        self.evaluator.on_result = self.tensorboard.on_evaluation
+        self.checkpoints: Checkpoints | None = None
+        if run is not None:
+            self._check_shared(run)
+            manifest = {"strategy": config.strategy, "seed": config.seed, **(metadata or {})}
+            self.checkpoints = Checkpoints(run / CHECKPOINT_FOLDER, self.learner, config.keep_checkpoints, manifest)
+        self._stop_requested = threading.Event()
+        self._stopped_early = False
+
+    def _check_shared(self, run: Path) -> None:
+        """Raise unless all ranks see one run directory, where checkpoint shards are collected. All ranks must call it."""
+        store = self.learner.job.store
+        if self.context.rank == 0:
+            (run / ".token").write_text(store.claim("run-token", str(time.time_ns())))
+            store.set("run-token-written", "1")
+        while store.get("run-token-written") is None:
+            store.pause(0.01, "run-token-written")
+        try:
+            token = (run / ".token").read_text()
+        except OSError:
+            token = ""
+        if token != store.get("run-token"):
+            raise UsageError(
+                "the run directory of rank 0 is not visible to this rank",
+                where=f"rank {self.context.rank}, run={run}",
+                hint="put the run directory on a disk that all machines share",
+            )
+
+    # -- the run ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end and return the run's metrics; call it once, on all ranks.
+
+        Raises:
+            Interrupted: A signal stopped the run; with a run directory, a checkpoint was written.
+            DataError: The data or the numbers are bad; the other ranks stop too.
+            PeerLost: Another rank failed and the strategy cannot continue without it.
+        """
+        learner = self.learner
+        try:
+            batches = self._batches()
+            total = round(self.config.epochs * self.task.samples)
+            first, missing_ranges = self._resume()
+            self._start_record(first, total, batches)
+            if self._on_start is not None:
+                self._on_start()
+            self.tensorboard.start(first)
+            learner.start(batches=batches, first=first, total=total, samples=self.task.samples)
+            if self.checkpoints is not None:
+                self.checkpoints.restore_strategy()
+            if first >= total and not missing_ranges:
+                self.log.info(f"no samples left: the checkpoint is at {first} of {total} samples")
+            sharding = learner.shard(self.task.samples, total, batches, first, missing_ranges)
+            self._announce(batches, first, total)
+            with self._signals():
+                self._loop(sharding, total)
+            if isinstance(sharding, DynamicSharding):
+                learner.position = max(learner.position, sharding.total)  # includes the work of the other ranks
+                learner.leave()  # before the save: no rank may wait for a shard of a rank that waits in a collective
+            if self._stopped_early or self.checkpoints is not None:
+                self._save_last_checkpoint()
+            mean = learner.finish().clone()
+            if self._stopped_early:
+                raise Interrupted(
+                    "the run was interrupted; a checkpoint was written" if self.checkpoints else "the run was interrupted",
+                    where=f"{learner.position} of {total} samples",
+                    hint="run the same command with resume=auto to continue",
+                )
+            return self._conclude(mean)
+        except DataError as error:
+            learner.job.store.claim("abort", str(error))
+            raise
+        except PeerLost as error:
+            cause = learner.job.store.get("abort")
+            if cause:
+                raise PeerLost(
+                    f"another rank stopped the run: {cause.splitlines()[0]}",
+                    where=f"rank {self.context.rank}",
+                    hint="see the message of that rank",
+                ) from error
+            raise
+        finally:
+            self.dashboard.close()
+            close_logger(self.log)
+            self.tensorboard.close()
+            learner.close()
+
+    def _loop(self, sharding: StaticSharding | DynamicSharding, total: int) -> None:
+        learner, config, task = self.learner, self.config, self.task
+        every = max(1, round(config.checkpoint_every_epochs * task.samples))
+        next_save = (learner.position // every + 1) * every
+        transfer = DeviceTransfer(self.context.device)
+        loader = self.context.runtime.prefetch(
+            self._leases(sharding), self._batch_maker(transfer), lambda lease: lease.step_info.local_samples, config.num_workers
+        )
+        with closing(iter(loader)) as batches:
+            while True:
+                with learner.worker.timer("data"):
+                    item = next(batches, None)
+                    learner.worker.step_timer.seconds["loader"] += loader.last_s
+                if item is None:
+                    return
+                lease, batch = item[0], transfer.take(item[1])
+                info = lease.step_info
+                if info.position >= next_save:  # dynamic sharding: other ranks have passed the position
+                    next_save = self._save_at(next_save, every, info.position)
+                if learner.update_log is not None:
+                    learner.update_log.step(
+                        lease.epoch, lease.start, lease.stop,
+                        info.local_samples, info.node_samples, info.global_samples, info.position,
+                    )  # fmt: skip
+                learner.run_step(info, self._compute(batch), lease.span)
+                if learner.strategy.traits.sharding == "static" and next_save <= lease.span[1] < total:
+                    next_save = self._save_at(next_save, every, lease.span[1])
+                self._poll_checkpoints()
+                if self._on_step is not None:
+                    self._on_step(learner)
+                self.dashboard.held_out = self.evaluator.newest
+                self.dashboard.step(learner.position, total)
+
+    def _batch_maker(self, transfer: DeviceTransfer) -> Callable[[BatchLease], Any]:
+        """Return the function that loaders call: it makes the batch of a lease and starts its copy to the device."""
+        if self.config.loader_kind == "process" and self.config.num_workers:
+            return ProcessBatches(self.task, transfer.send)
+        return lambda lease: transfer.send(
+            self.task.batch(lease.epoch, lease.start, lease.stop) if lease.step_info.local_samples else None
+        )
+
+    def _compute(self, batch: Any) -> Callable[[], float] | None:
+        """Return the closure that computes loss and gradients of a batch, or None for an empty batch."""
+        if batch is None:
+            return None
+
+        def compute() -> float:
+            loss = self.task.loss(self.learner.module, batch)
+            loss.backward()
+            return float(loss.detach())
+
+        return compute
+
+    def _leases(self, sharding: StaticSharding | DynamicSharding) -> Any:
+        """Yield the leases of this rank until a rank requests a stop. Runs in a loader thread."""
+        learner, store = self.learner, self.learner.job.store
+        steps_ahead = int(getattr(innermost(learner.strategy), "K", 1))
+        reached = sharding.plan.first
+        for number, lease in enumerate(sharding):
+            if self._stop_requested.is_set():
+                if isinstance(sharding, DynamicSharding):
+                    sharding.stop()
+                elif store.get("stop-step") is None:
+                    # no rank is further ahead than one collective and its loader, and each rank reads the key before a lease
+                    store.claim("stop-step", str(number + steps_ahead + MAX_DEPTH + 1))
+            if isinstance(sharding, StaticSharding):
+                stop = store.get("stop-step")
+                if stop is not None:
+                    sharding.stop_at = int(stop)
+                    if number >= int(stop):
+                        self._stopped_early = True
+                        return
+            reached = lease.span[1]
+            yield lease
+        # a stop was requested while samples were left
+        self._stopped_early = (sharding.total if isinstance(sharding, DynamicSharding) else reached) < sharding.plan.total
+
+    # -- checkpoints and evaluation --------------------------------------------------------------------------------
+
+    def _save_at(self, due: int, every: int, position: int) -> int:
+        """Write this rank's shards of the checkpoints that are due, and return the next position to save at.
+
+        With dynamic sharding that is one shard per position passed, because each checkpoint waits for all ranks.
+        """
+        end = (position // every + 1) * every
+        if self.checkpoints is not None:
+            dynamic = self.learner.strategy.traits.sharding == "dynamic"
+            with self.learner.worker.timer("save"):
+                for save_position in range(due, end, every) if dynamic else [position]:
+                    self.checkpoints.save(save_position)
+        return end
+
+    def _poll_checkpoints(self) -> None:
+        """Evaluate the checkpoints that have become complete."""
+        self.evaluator.announce()
+        if self.checkpoints is None or not (self.checkpoints.waiting or self.checkpoints.complete):
+            return
+        self.checkpoints.poll()
+        while self.checkpoints.complete:
+            position = self.checkpoints.complete.pop(0)
+            if self.config.eval_at_checkpoint:
+                note = json.loads(self.learner.job.store.get(f"complete/{position}") or "{}")
+                path = self.checkpoints.folder / f"samples-{position:012d}"
+                try:
+                    mean = read_model(path, self.learner)
+                except FileNotFoundError:  # faster ranks have pruned it
+                    self.log.warning(
+                        f"checkpoint {path.name} was deleted before this rank could evaluate it; raise keep_checkpoints=N"
+                    )
+                    continue
+                self.evaluator.evaluate(position, mean, note.get("spread"))
+
+    def _save_last_checkpoint(self) -> None:
+        """Write the last checkpoint before the models are averaged, so that a resumed run continues unchanged."""
+        if self.checkpoints is None:
+            return
+        learner = self.learner
+        dynamic = learner.strategy.traits.sharding == "dynamic"
+        position = learner.job.store.claim("last-save", str(learner.position)) if dynamic else str(learner.position)
+        self.checkpoints.save(int(position))
+        clock, store = self.context.runtime.clock, learner.job.store
+        deadline = clock() + self.config.timeout_s
+        # wait for this checkpoint only: an earlier one may lack the shard of a rank whose leases skipped it
+        self.checkpoints.poll()
+        while int(position) in self.checkpoints.waiting and clock() < deadline:
+            store.pause(0.01, f"complete/{position}", "failures")
+            self.checkpoints.poll()
+
+    def _conclude(self, mean: torch.Tensor) -> dict[str, Any]:
+        """Evaluate and save the average model, and return the metrics of this rank or of the whole run."""
+        learner, config = self.learner, self.config
+        store, size = learner.job.store, self.context.size
+        summary = learner.recorder.summary()
+        learner.events.write("summary", **summary)
+        store.set(f"summary/{self.context.rank}", json.dumps(summary))
+        result: dict[str, Any] = {"rank": self.context.rank, "position": learner.position, **summary}
+        if config.eval_at_checkpoint:
+            self.evaluator.evaluate(learner.position, mean, None, final=True)
+        if self.context.rank == min(learner.job.live_ranks()):
+            if config.run_dir is not None:
+                path = config.run_dir / "model.safetensors"
+                tensors = model_tensors(learner, mean, learner.flat.buffer_vector())
+                with disk_errors_as("the model", f"rank {self.context.rank}, {path}"):
+                    save_file(tensors, str(path))
+            result |= self._gather_metrics(size)
+        return result
+
+    def _gather_metrics(self, size: int) -> dict[str, Any]:
+        """Return the metrics of the whole run. Only the lowest live rank calls it; waits up to `timeout_s` for the ranks."""
+        store = self.learner.job.store
+        result: dict[str, Any] = {}
+        clock, membership = self.context.runtime.clock, self.learner.job.membership
+        deadline = clock() + self.config.timeout_s
+        while self.config.eval_at_checkpoint and clock() < deadline:
+            metrics = store.get("evaluated/final/metrics")
+            if metrics is not None:
+                result["metrics"] = json.loads(metrics)
+                break
+            store.pause(0.01, "evaluated/final/metrics")
+        self.evaluator.announce()
+        ranks: dict[int, Any] = {}
+        for r in range(size):
+            while (note := store.get(f"summary/{r}")) is None and r not in membership.failed_ranks() and clock() < deadline:
+                store.pause(0.005, f"summary/{r}", "failures")
+            if note is not None:
+                ranks[r] = json.loads(note)
+        result["ranks"] = ranks
+        slowest = max(ranks, key=lambda r: ranks[r]["own_s"] / max(ranks[r].get("steps", 1), 1))
+        own, waiting = ranks[slowest]["own_s"], ranks[slowest]["waiting_s"]
+        result["slowest_rank"] = {"rank": slowest, "own_s": own, "waiting_s": waiting}
+        self.learner.events.write("run", slowest_rank=result["slowest_rank"], metrics=result.get("metrics"))
+        failed = self.learner.job.membership.failed_ranks()
+        if failed:
+            result["lost"] = {str(r): cause for r, cause in failed.items()}
+            self.log.warning("ranks failed: " + "; ".join(f"rank {r} ({cause})" for r, cause in failed.items()))
+        if size > 1:
+            self.log.info(f"slowest rank {slowest}: {own:.1f} s of work, {waiting:.1f} s waiting for other ranks")
+        return result
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> tuple[int, list[tuple[int, int]]]:
+        """Restore the checkpoint that `resume` names, and return its position and the sample ranges that it lacks."""
+        if self.config.resume == "no" or self.checkpoints is None:
+            return 0, []
+        if self.config.resume == "auto":
+            path = latest(self.checkpoints.folder, self.log.warning)
+            if path is None:
+                self.log.info("no checkpoint yet: starting from the beginning")
+                return 0, []
+        else:
+            path = Path(self.config.resume)
+        first, missing_ranges = self.checkpoints.restore(path)
+        self.log.info(f"resuming from {path.name}: {first} samples are done")
+        return first, missing_ranges
+
+    def _start_record(self, first: int, total: int, batches: list[int]) -> None:
+        """Start the update log if the run is to be recorded."""
+        run, context = self.config.run_dir, self.context
+        if self._record_settings is None:
+            return
+        if run is None or first > 0:
+            raise UsageError(
+                "a record needs a run directory and a run that starts at 0",
+                where="record_order",
+                hint="set run=DIR to a new folder, with resume=no",
+            )
+        header = {
+            "format": 1,
+            "size": context.size,
+            "machines": context.machines,
+            "leaders": self.learner.node_leaders,
+            "device": context.device.type,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "parameters": self.learner.flat.phi.numel(),
+            "samples": self.task.samples,
+            "total": total,
+            "batches": batches,
+            "settings": self._record_settings,
+        }
+        self.learner.record(UpdateLog(run, context.rank, header))
+
+    def _batches(self) -> list[int]:
+        """Return the batch size of each rank."""
+        from roundelay.engine.batch_size import batch_sizes
+
+        return batch_sizes(self.config.batch, self.context, self.learner, self.task)
+
+    def _announce(self, batches: list[int], first: int, total: int) -> None:
+        """Log the settings of the run and start the dashboard."""
+        size, nodes = self.context.size, len(set(self.context.machines))
+        title = f"{self.config.strategy}, {size} learner{'s' * (size > 1)}"
+        self.log.info(
+            f"{self.config.strategy}: {size} learner{'s' * (size > 1)} on {nodes} machine{'s' * (nodes > 1)}, "
+            f"global batch {sum(batches)} ({'+'.join(map(str, batches))}), lr {self.config.lr:g}, "
+            f"{self.learner.flat.phi.numel():,} parameters, samples {first} to {total}"
+        )
+        frames, seconds = (float(getattr(self.task, name, 0.0)) for name in ("frames_per_sample", "seconds_per_sample"))
+        self.dashboard.start(RunTitle(title, self.task.samples, frames, seconds), self.learner.latest_metrics_of_all_ranks)
+
+    def _signals(self) -> Any:
+        """Return a context manager that turns SIGINT and SIGTERM into a stop request."""
+        if not self.context.runtime.owns_terminal(self.context.rank):
+            return nullcontext()
+        return StopOnSignals(self._stop_requested, self.dashboard.urgent)

@@ -1,0 +1,1 @@
+"""Coordination of the ranks of one job: the store and the membership."""

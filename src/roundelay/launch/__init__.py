@@ -1,0 +1,1 @@
+"""Starting the ranks of a job, and connecting them."""

@@ -1,0 +1,329 @@
+"""Distributed context of a process: rank, size, machines, device, store and communicator.
+
+It is read from the environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
+MASTER_PORT), mpirun or srun. Without them the process is the only rank. Before the first step all ranks compare versions and
+settings and stop with an error that names the first difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundelay.comm.mpi_backend import MpiCommunicator
+from roundelay.comm.mpi_progress import abort_mpi, mpi_runtime
+from roundelay.comm.mpi_store import store_by_mpi
+from roundelay.comm.threads import ThreadGroup
+from roundelay.comm.torch_backend import TorchCommunicator
+from roundelay.core.contracts import Communicator, Runtime
+from roundelay.errors import Interrupted, PeerLost, RoundelayError, UsageError, did_you_mean
+from roundelay.fleet.store import JobStore, connect_store, serve_store
+from roundelay.launch.environment import read_launcher_env
+from roundelay.launch.runtime import SystemRuntime
+from roundelay.version import __version__
+
+BACKENDS = {
+    "auto": "shared memory inside a machine, torch.distributed and TCP between machines",
+    "shm": "shared memory, for learners on one machine",
+    "torch": "torch.distributed collectives and one TCP connection per edge, on one machine or several",
+    "mpi": "MPI for all communication, under mpirun or srun",
+    "threads": "learners as threads of one process",
+}
+
+
+EXIT_WAIT_S = 5.0
+"""Seconds the rank that serves the store waits for the other ranks to leave."""
+
+
+@dataclass
+class DistributedContext:
+    """One rank's view of the job. Close it on all ranks when the job ends."""
+
+    comm: Communicator
+    rank: int
+    size: int
+    machines: list[str]
+    """Machine of every rank; ranks with equal names share memory and form a node."""
+    hosts: list[str]
+    """Host name of every rank."""
+    device: torch.device
+    keep_alive: list[Any] = field(default_factory=list)
+    """Objects that must live as long as the job, such as the server of the store."""
+    runtime: Runtime = field(default_factory=SystemRuntime)
+    _closed: bool = False
+
+    def machine_of(self, rank: int) -> list[int]:
+        """Return the ranks on the same machine, in order."""
+        return [r for r in range(self.size) if self.machines[r] == self.machines[rank]]
+
+    @property
+    def node_leaders(self) -> list[int]:
+        """Lowest rank of every machine."""
+        first: dict[str, int] = {}
+        for rank, machine in enumerate(self.machines):
+            first.setdefault(machine, rank)
+        return sorted(first.values())
+
+    def close(self) -> None:
+        """Close the communicator and leave the job. A second call does nothing."""
+        self.comm.close()
+        if not self._closed:
+            self._closed = True
+            self._leave_store()
+
+    def _leave_store(self) -> None:
+        """The rank that serves the store exits last, so that the other ranks can still write to it."""
+        store = self.comm.store
+        if not isinstance(store, JobStore) or self.size == 1:
+            return
+        if not self.keep_alive:
+            with suppress(RoundelayError):
+                store.add("left", 1)
+            return
+        deadline = time.monotonic() + EXIT_WAIT_S
+        while sys.exc_info()[0] is None and time.monotonic() < deadline:
+            if int(store.get("left") or 0) >= self.size - 1 - len(self.comm.membership.failed_ranks()):
+                return
+            time.sleep(0.01)
+
+    def abort_job(self, error: BaseException) -> None:
+        """Abort after an error: under MPI call MPI_Abort with the error's exit code. Otherwise peers see closed connections."""
+        if not isinstance(error, Interrupted):
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            abort_mpi(error.exit_code if isinstance(error, RoundelayError) else code)
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """Return the device; auto selects a GPU by local rank if there is one (untested), else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        return torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device must be auto, cpu or cuda (got '{name}')", where="device", hint="use device=auto") from error
+
+
+def check_backend(backend: str) -> None:
+    """Raise UsageError if there is no such backend."""
+    if backend not in BACKENDS:
+        raise UsageError(f"unknown backend '{backend}'", where="backend", hint=did_you_mean(backend, BACKENDS))
+
+
+def fake_machines(machines: list[str], parts: int) -> list[str]:
+    """Divide the ranks into `parts` machines of contiguous ranks and nearly equal size; 0 changes nothing."""
+    if parts <= 0:
+        return machines
+    if parts > len(machines):
+        raise UsageError(
+            f"simulate_nodes must be at most the number of learners, {len(machines)} (got {parts})",
+            where="simulate_nodes",
+            hint="lower simulate_nodes or raise learners",
+        )
+    return [f"{name}#{rank * parts // len(machines)}" for rank, name in enumerate(machines)]
+
+
+def single_process_context(
+    device: str = "auto", threads: ThreadGroup | None = None, rank: int = 0, simulate_nodes: int = 0
+) -> DistributedContext:
+    """Return the context of one rank among threads of this process; by default the only rank."""
+    threads = threads or ThreadGroup(1)
+    names = fake_machines(["here"] * threads.size, simulate_nodes)
+    return DistributedContext(
+        threads.comm(rank), rank, threads.size, names, ["localhost"] * threads.size, choose_device(device, rank)
+    )
+
+
+def under_launcher(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun, mpirun or srun has started this process."""
+    return bool(read_launcher_env(env))
+
+
+def context_from_env(
+    *,
+    backend: str,
+    bind_address: str,
+    timeout_s: float,
+    device: str,
+    simulate_nodes: int,
+    digest: Mapping[str, Any],
+    env: Mapping[str, str] = os.environ,
+) -> DistributedContext:
+    """Connect to the job that the launcher's environment variables describe. Collective: blocks until all ranks have called it.
+
+    `digest`: settings that must be equal on all ranks.
+    """
+    variables = read_launcher_env(env)
+    rank, size = _integer(variables, "RANK"), _integer(variables, "WORLD_SIZE")
+    local_rank = int(variables.get("LOCAL_RANK", "0"))
+    machine = variables.get("GROUP_RANK") or socket.gethostname()
+    keep: list[Any] = []
+    if backend == "mpi":
+        check_mpi_world(rank, size)
+    # a port derived from the job may be in use; where MPI is available, it broadcasts a free one
+    by_mpi = "MASTER_PORT" not in env if backend == "mpi" else "RANK" not in env and "MASTER_PORT" not in variables
+    if by_mpi:
+        store, address, port = store_by_mpi(mpi_runtime(), bind_address, timeout_s, keep)
+    else:
+        address, port = variables.get("MASTER_ADDR", "127.0.0.1"), _integer(variables, "MASTER_PORT")
+        served_by_launcher = env.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+        if rank == 0 and not served_by_launcher:
+            keep.append(serve_store(address, port))
+        store = JobStore(connect_store(address, port, timeout_s), f"job/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/")
+    own_address = local_address_towards(address, port) if bind_address == "auto" else bind_address
+    try:
+        return create_context(
+            store,
+            rank,
+            size,
+            machine,
+            backend=backend,
+            bind_address=own_address,
+            timeout_s=timeout_s,
+            device=choose_device(device, local_rank),
+            simulate_nodes=simulate_nodes,
+            digest=digest,
+            keep=keep,
+        )
+    except RoundelayError as error:
+        abort_mpi(error.exit_code)
+        raise
+
+
+def check_mpi_world(rank: int, size: int) -> None:
+    """Raise UsageError if MPI and the launcher disagree on rank or size."""
+    if (mpi_runtime().rank, mpi_runtime().size) != (rank, size):
+        raise UsageError(
+            f"MPI and the launcher must agree on the rank (MPI: {mpi_runtime().rank} of {mpi_runtime().size}, "
+            f"launcher: {rank} of {size})",
+            where="backend=mpi",
+            hint=f"run 'mpirun -n {size} roundelay train …' with the mpirun of the MPI library that mpi4py uses",
+        )
+
+
+def _integer(variables: Mapping[str, str], key: str) -> int:
+    try:
+        return int(variables.get(key, ""))
+    except ValueError as error:
+        raise UsageError(
+            f"{key} must be an integer (got {variables.get(key)!r})",
+            where="environment",
+            hint="start with torchrun, or with learners=N",
+        ) from error
+
+
+def local_address_towards(address: str, port: int) -> str:
+    """Return the address of this machine on the route to `address`. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(address), port or 1))
+        return str(probe.getsockname()[0])
+
+
+def create_context(
+    store: JobStore,
+    rank: int,
+    size: int,
+    machine: str,
+    *,
+    backend: str,
+    bind_address: str,
+    timeout_s: float,
+    device: torch.device,
+    simulate_nodes: int,
+    digest: Mapping[str, Any],
+    keep: list[Any] | None = None,
+) -> DistributedContext:
+    """Compare versions and settings with all ranks and create the communicator. Collective."""
+    ranks = exchange_rank_info(store, rank, size, machine, timeout_s, digest)
+    names = fake_machines([info["machine"] for info in ranks], simulate_nodes)
+    if backend == "shm" and len({info["machine"] for info in ranks}) > 1:
+        raise UsageError("backend=shm needs all ranks on one machine", where=f"rank {rank}", hint="use backend=auto")
+    if backend == "mpi":
+        return DistributedContext(
+            MpiCommunicator(mpi_runtime(), store, range(size), rank, timeout_s=timeout_s),
+            rank,
+            size,
+            names,
+            [info["host"] for info in ranks],
+            device,
+            keep or [],
+        )
+    # with simulate_nodes, shared memory is used inside a simulated node only
+    share = backend == "shm" or backend == "auto"
+    nodes = names if backend == "auto" else [info["machine"] for info in ranks]
+    comm = TorchCommunicator(
+        store, range(size), rank, nodes, bind_address=bind_address, share_memory=share, timeout_s=timeout_s, device=device
+    )
+    return DistributedContext(comm, rank, size, names, [info["host"] for info in ranks], device, keep or [])
+
+
+def exchange_rank_info(
+    store: JobStore, rank: int, size: int, machine: str, timeout_s: float, digest: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Exchange host, machine, versions and settings with all ranks; return one entry per rank. Collective.
+
+    Raises UsageError if versions, settings or world sizes differ, and PeerLost if a rank does not appear within `timeout_s`.
+    """
+    own = {
+        "size": size,
+        "machine": machine,
+        "host": socket.gethostname(),
+        "versions": {
+            "roundelay": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "settings": {key: json.dumps(value, sort_keys=True, default=str) for key, value in digest.items()},
+        "pid": os.getpid(),
+    }
+    if store.add(f"rank-info-count/{rank}", 1) > 1:
+        raise UsageError(f"RANK must be unique (two processes have rank {rank})", where="RANK", hint="start each rank once")
+    store.set(f"rank-info/{rank}", json.dumps(own))
+    deadline = time.monotonic() + timeout_s
+    ranks: dict[int, dict[str, Any]] = {}
+    while len(ranks) < size:
+        for other in range(size):
+            if other not in ranks and (text := store.get(f"rank-info/{other}")) is not None:
+                ranks[other] = json.loads(text)
+                _compare(own, ranks[other], rank, other)
+        if len(ranks) < size:
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(r) for r in range(size) if r not in ranks)
+                raise PeerLost(
+                    f"rank {missing} did not connect within {timeout_s:.0f} s",
+                    where=f"rank {rank}",
+                    hint="check its log, and that all ranks have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
+                )
+            time.sleep(0.01)
+    return [ranks[r] for r in range(size)]
+
+
+def _compare(own: dict[str, Any], peer: dict[str, Any], rank: int, other: int) -> None:
+    if own["size"] != peer["size"]:
+        raise UsageError(
+            f"WORLD_SIZE must be equal on all ranks (rank {rank}: {own['size']}, rank {other}: {peer['size']})",
+            where="WORLD_SIZE",
+            hint="start all ranks with the same world size",
+        )
+    for what in ("versions", "settings"):
+        for key in sorted(set(own[what]) | set(peer[what])):
+            a, b = own[what].get(key), peer[what].get(key)
+            if a != b:
+                raise UsageError(
+                    f"{key} must be equal on all ranks (rank {rank}: {a}, rank {other}: {b})",
+                    where=f"{what}, {key}",
+                    hint="install the same versions on all machines"
+                    if what == "versions"
+                    else "start all ranks with the same settings",
+                )

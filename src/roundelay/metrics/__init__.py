@@ -1,0 +1,1 @@
+"""Metrics of a run: events, recorder, TensorBoard files and the live dashboard."""

@@ -1,0 +1,1 @@
+"""The checks behind `roundelay check`: versions, device, disk, ports, and the links between ranks."""

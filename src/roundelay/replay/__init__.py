@@ -1,0 +1,1 @@
+"""Replay: repeat a recorded asynchronous run to the same weights."""

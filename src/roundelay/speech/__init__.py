@@ -1,0 +1,1 @@
+"""Hybrid speech recognition: corpora, features, GMM-HMM training, decoding graphs, networks, decoding, scoring."""

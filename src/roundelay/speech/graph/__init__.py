@@ -1,0 +1,1 @@
+"""Decoding graphs: n-gram models, FSTs, HCLG."""

@@ -1,0 +1,1 @@
+"""GMM-HMM models: lexicon, training, forced alignment, speaker adaptation."""

@@ -1,1 +1,0 @@
-"""Who carries the vectors: threads, shared memory, torch.distributed, MPI."""
