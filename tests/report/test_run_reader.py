@@ -96,3 +96,12 @@ def test_runs_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
     paths = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "z", tmp_path / "w" / "network"]
     assert names_of(paths) == ["x/run", "y/run", "z", "w/network"]
     assert names_of([tmp_path / "z", tmp_path / "z"]) == ["z", "z"]
+
+
+def test_names_of_metrics_are_text_and_the_page_forbids_scripts(tmp_path: Path) -> None:
+    name = 'q"><img src=x onerror=alert(1)>'
+    run = read_run(write_run(tmp_path / "a", [start(1), steps(0, 1.0, 100), evaluation(1.0, 100, True, **{name: 1.0})]))
+    text = page([run])
+    assert "onerror" in text
+    assert "<img" not in text
+    assert "default-src 'none'" in text

@@ -1,23 +1,27 @@
 """Shared weight vectors of the ranks of one node: in shared memory between processes, in ordinary memory between threads.
 
-Each rank has one file on the memory file system, mapped by all ranks of the node and unlinked as soon as all have mapped it.
-`flock` on that file is the lock of the vector; the kernel releases it when a process dies. A second file per rank stays locked
-for as long as its process lives, which is how other ranks notice its death. A small header of counters precedes each vector.
-Each counter has one writer, or is written under the locks of both vectors of an exchange.
+Each rank has one anonymous memory file (memfd), which the other ranks of the node open through /proc: nothing is left behind,
+however a process ends. `flock` on that file is the lock of the vector; the kernel releases it when a process dies. A second
+file per rank stays locked for as long as its process lives, which is how other ranks notice its death. A small header of
+counters precedes each vector and is written under the vector's lock.
+
+A process can be stopped while it holds the lock of another rank's vector. Locks are therefore taken with a deadline. The owner
+of a vector whose lock does not come back moves to a new file: it copies its vector and leaves the address of the new file in
+the header of the old one, where the other ranks find it. What the stopped process writes later goes to the old file.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
-import shutil
+import secrets
 import socket
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -25,13 +29,23 @@ import torch
 from torch import Tensor
 
 from roundelay.core.contracts import Store
-from roundelay.errors import UsageError
-from roundelay.fleet.store import wait_for_key
+from roundelay.core.wait import wait_until
+from roundelay.errors import PeerLost, UsageError
 
-SEQUENCE, VERSION, CURRENT_ROUND, COMPLETED_ROUND = range(4)
-"""Counters of a header: accesses, writes, the round its gossip thread has entered, the last round it has completed."""
+SEQUENCE, VERSION, ROUNDS, AVERAGED, GOSSIPS, MOVED_TO = range(6)
+"""Counters of a header: accesses; writes; the logical clock of gossip; averages started by other ranks; 1 while its rank
+gossips; descriptor + 1 of the file that replaced this one, or 0."""
 HEADER_SLOTS = 8
 PAGE = 4096
+OWN_LOCK_S = 1.0
+"""Deadline of a rank for the lock of its own vector, plus SECONDS_PER_BYTE; then it moves to a new file."""
+SECONDS_PER_BYTE = 4e-9
+"""How long a lock may be held for a vector of this size, generously."""
+FIRST_POLL_S, LAST_POLL_S = 0.00005, 0.002
+
+
+class LockTimeout(Exception):
+    """A lock was not released before the deadline."""
 
 
 class SharedVectors(Protocol):
@@ -47,8 +61,12 @@ class SharedVectors(Protocol):
 
     def header(self, rank: int) -> np.ndarray: ...
 
-    def lock(self, rank: int) -> AbstractContextManager[None]:
-        """Lock a vector for the calling thread. Take the locks of two vectors in rank order."""
+    def lock(self, rank: int, timeout_s: float | None = None) -> AbstractContextManager[None]:
+        """Lock a vector for the calling thread. Take the locks of two vectors in rank order.
+
+        Raises LockTimeout after `timeout_s`. None: wait as long as a live process may need, then move the own vector to new
+        memory if it is the own one, and raise otherwise.
+        """
 
     def wake(self, rank: int) -> None:
         """Wake the gossip thread of a rank. Does not block."""
@@ -67,20 +85,24 @@ class SharedVector:
 
     def __init__(self, vectors: SharedVectors, rank: int) -> None:
         self.vectors, self.rank = vectors, rank
-        self.vector = vectors.vector(rank)
-        self._header = vectors.header(rank)
+
+    @property
+    def vector(self) -> Tensor:
+        """The vector in its present memory; read it again after `locked()` has been entered."""
+        return self.vectors.vector(self.rank)
 
     def locked(self) -> AbstractContextManager[None]:
         return self.vectors.lock(self.rank)
 
     def count(self, writes: int = 0) -> tuple[int, int]:
-        self._header[SEQUENCE] += 1
-        self._header[VERSION] += writes
-        return int(self._header[SEQUENCE]), int(self._header[VERSION])
+        header = self.vectors.header(self.rank)
+        header[SEQUENCE] += 1
+        header[VERSION] += writes
+        return int(header[SEQUENCE]), int(header[VERSION])
 
     @property
     def version(self) -> int:
-        return int(self._header[VERSION])
+        return int(self.vectors.header(self.rank)[VERSION])
 
 
 # -- wake-ups ----------------------------------------------------------------------------------------------------------
@@ -129,8 +151,6 @@ class LocalVectors:
         self.here = list(here)
         self.vectors: dict[int, Tensor] = {}
         self.headers = {rank: np.zeros(HEADER_SLOTS, dtype=np.int64) for rank in here}
-        for header in self.headers.values():
-            header[CURRENT_ROUND] = header[COMPLETED_ROUND] = -1
         self.locks = {rank: threading.Lock() for rank in here}
         self.wakeups = {rank: Wakeups() for rank in here}
         self._closed: set[int] = set()
@@ -164,8 +184,15 @@ class LocalVectorsView:
     def header(self, rank: int) -> np.ndarray:
         return self._owner.headers[rank]
 
-    def lock(self, rank: int) -> AbstractContextManager[None]:
-        return _locked(self._owner.locks[rank])
+    @contextmanager
+    def lock(self, rank: int, timeout_s: float | None = None) -> Iterator[None]:
+        lock = self._owner.locks[rank]
+        if not lock.acquire(timeout=-1 if timeout_s is None else timeout_s):  # threads are not stopped one by one
+            raise LockTimeout
+        try:
+            yield
+        finally:
+            lock.release()
 
     def wake(self, rank: int) -> None:
         self._owner.wakeups[rank].wake()
@@ -180,103 +207,179 @@ class LocalVectorsView:
         self._owner.close(self.rank)
 
 
-@contextmanager
-def _locked(lock: threading.Lock) -> Iterator[None]:
-    with lock:
-        yield
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def shared_folder(store: Store, name: str, rank: int, is_creator: bool, timeout_s: float) -> Path:
-    """Return a folder on the memory file system; one rank creates it, all other ranks wait for its path in the store."""
-    if is_creator:
-        root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        store.set(f"{name}/folder", tempfile.mkdtemp(prefix="roundelay-", dir=root))
-    return Path(wait_for_key(store, f"{name}/folder", timeout_s, rank))
+def memory_file(name: str, nbytes: int, where: str) -> int:
+    """Return the descriptor of an anonymous file whose memory is reserved, so that a lack of memory raises here."""
+    fd = os.memfd_create(name)
+    try:
+        if nbytes > available_memory():  # the kernel would end a process instead of refusing
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise UsageError(
+            f"shared memory is full: {nbytes / 1e6:.0f} MB more are needed ({error.strerror})",
+            where=where,
+            hint="free memory, or start fewer learners",
+        ) from error
+    return fd
 
 
-def allocate(path: Path, nbytes: int, rank: int) -> None:
-    """Create a file whose memory is reserved, so that a full file system raises here and not as SIGBUS on first use."""
-    with open(path, "wb") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        except OSError as error:
-            raise UsageError(
-                f"shared memory is full: {nbytes / 1e6:.0f} MB more are needed ({error.strerror})",
-                where=f"rank {rank}, {path.parent.parent}",
-                hint="enlarge the memory file system (in a container: --shm-size), or set backend=torch",
-            ) from error
+def available_memory() -> int:
+    """Return the bytes of memory that can be used without swapping; without /proc/meminfo, a number larger than any memory."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return 1 << 62
+
+
+def open_memory_file(pid: int, fd: int) -> int:
+    """Open the memory file of another process of this machine. Raises PeerLost if that process has ended."""
+    try:
+        return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    except OSError as error:
+        raise PeerLost(
+            f"shared memory of process {pid} cannot be opened: {error.strerror}",
+            where="shared memory",
+            hint="the process has ended, or runs as another user; see its log, or set backend=torch",
+        ) from error
+
+
+class _Segment:
+    """One mapped memory file: header and vector."""
+
+    def __init__(self, fd: int, like: Tensor) -> None:
+        self.fd = fd
+        memory = mmap.mmap(fd, 0)
+        self.header = np.frombuffer(memory, dtype=np.int64, count=HEADER_SLOTS)
+        self.vector = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=PAGE)
 
 
 class ShmVectors:
     """Vectors in shared memory between the processes of one node. Collective: all ranks `here` must construct it.
 
-    `vector` is the initial value of this rank's vector. Raises PeerLost if the other ranks do not join within `timeout_s`.
+    `vector` is the initial value of this rank's vector. `check` is called while waiting for the other ranks and may raise.
+    Raises PeerLost if they do not join within `timeout_s`.
     """
 
-    def __init__(self, here: Sequence[int], rank: int, vector: Tensor, store: Store, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        here: Sequence[int],
+        rank: int,
+        vector: Tensor,
+        store: Store,
+        name: str,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.here, self.rank = list(here), rank
-        self._timeout_s = timeout_s
-        self._vectors: dict[int, Tensor] = {}
-        self._headers: dict[int, np.ndarray] = {}
         self._per_thread = threading.local()
-        self._files: dict[int, int] = {}
-        self._liveness: dict[int, int] = {}
-        self._wake: dict[int, socket.socket] = {}
-        folder = shared_folder(store, name, rank, rank == min(self.here), timeout_s)
-        nbytes = PAGE + vector.numel() * vector.element_size()
-        own_file = folder / f"w-{rank}"
-        allocate(own_file, nbytes, rank)
-        self._alive = os.open(folder / f"alive-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
+        self.moves = 0
+        """How often this rank has moved its vector, because a process was stopped while it held the lock."""
+        self._retired: list[_Segment] = []
+        self._nbytes = PAGE + vector.numel() * vector.element_size()
+        self._own_lock_s = OWN_LOCK_S + SECONDS_PER_BYTE * self._nbytes
+        own = _Segment(memory_file(f"roundelay-w-{rank}", self._nbytes, f"rank {rank}"), vector)
+        own.vector.copy_(vector)
+        self._alive = memory_file(f"roundelay-alive-{rank}", 0, f"rank {rank}")
         fcntl.flock(self._alive, fcntl.LOCK_EX)
         self._receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._receiving.bind(str(folder / f"wake-{rank}"))
+        address = f"\0roundelay-{os.getpid()}-{secrets.token_hex(8)}"  # abstract: no file
+        self._receiving.bind(address)
         self._receiving.setblocking(False)
-        self._map(rank, own_file, vector)
-        self._vectors[rank].copy_(vector)
-        self._headers[rank][[CURRENT_ROUND, COMPLETED_ROUND]] = -1
-        self._barrier(store, f"{name}/ready")
-        for peer in self.here:
+        self._segments = {rank: own}
+        self._pids: dict[int, int] = {}
+        self._liveness: dict[int, int] = {}
+        self._wake: dict[int, socket.socket] = {}
+        store.set(f"{name}/memory/{rank}", f"{os.getpid()} {own.fd} {self._alive} {address[1:]}")
+        cards = self._gather(store, f"{name}/memory", timeout_s, check)
+        for peer, (pid, fd, alive, wake) in cards.items():
+            self._pids[peer] = int(pid)
             if peer != rank:
-                self._map(peer, folder / f"w-{peer}", vector)
-            self._liveness[peer] = os.open(folder / f"alive-{peer}", os.O_RDWR)
+                self._segments[peer] = _Segment(open_memory_file(int(pid), int(fd)), vector)
+            self._liveness[peer] = open_memory_file(int(pid), int(alive))
             sending = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            sending.connect(str(folder / f"wake-{peer}"))
+            sending.connect("\0" + wake)
             sending.setblocking(False)
             self._wake[peer] = sending
-        self._barrier(store, f"{name}/mapped")
-        if rank == min(self.here):
-            shutil.rmtree(folder, ignore_errors=True)
 
-    def _barrier(self, store: Store, key: str) -> None:
-        store.add(key, 1)
-        wait_for_key(store, key, self._timeout_s, self.rank, lambda count: int(count) >= len(self.here))
+    def _gather(self, store: Store, prefix: str, timeout_s: float, check: Callable[[], None]) -> dict[int, list[str]]:
+        keys = [f"{prefix}/{peer}" for peer in self.here]
 
-    def _map(self, rank: int, path: Path, like: Tensor) -> None:
-        self._files[rank] = os.open(path, os.O_RDWR)
-        memory = mmap.mmap(self._files[rank], 0)
-        self._headers[rank] = np.frombuffer(memory, dtype=np.int64, count=HEADER_SLOTS)
-        self._vectors[rank] = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=PAGE)
+        def cards() -> dict[int, list[str]] | None:
+            check()
+            values = store.get_many(keys)
+            texts = [values[key] for key in keys]
+            return dict(zip(self.here, [text.split() for text in texts if text], strict=True)) if all(texts) else None
+
+        def error() -> PeerLost:
+            values = store.get_many(keys)
+            missing = [peer for peer, key in zip(self.here, keys, strict=True) if values[key] is None]
+            return PeerLost(
+                f"ranks {missing} did not share their memory within {timeout_s:.0f} s",
+                where=f"rank {self.rank}",
+                hint="look at the logs of these ranks; raise timeout_s if they start slowly",
+            )
+
+        result = wait_until(cards, timeout_s, error)
+        assert result is not None
+        return result
+
+    def _segment(self, rank: int) -> _Segment:
+        """Return the present segment of a rank: the last one of a chain of moves."""
+        segment = self._segments[rank]
+        while rank != self.rank and (moved := int(segment.header[MOVED_TO])):
+            self._retired.append(segment)  # mapped tensors may still be in use
+            segment = self._segments[rank] = _Segment(open_memory_file(self._pids[rank], moved - 1), segment.vector)
+        return segment
 
     def vector(self, rank: int) -> Tensor:
-        return self._vectors[rank]
+        return self._segment(rank).vector
 
     def header(self, rank: int) -> np.ndarray:
-        return self._headers[rank]
+        return self._segment(rank).header
 
     @contextmanager
-    def lock(self, rank: int) -> Iterator[None]:
-        # flock belongs to an open file, so every thread opens its own: then it excludes threads as well as processes
-        descriptors: dict[int, int] = self._per_thread.__dict__.setdefault("descriptors", {})
-        if rank not in descriptors:
-            descriptors[rank] = os.open(f"/proc/self/fd/{self._files[rank]}", os.O_RDWR)
-        fcntl.flock(descriptors[rank], fcntl.LOCK_EX)
+    def lock(self, rank: int, timeout_s: float | None = None) -> Iterator[None]:
+        while True:
+            segment = self._segment(rank)
+            descriptor = self._descriptor(segment)
+            if not _try_lock(descriptor, self._own_lock_s if timeout_s is None else timeout_s):
+                if timeout_s is not None or rank != self.rank:
+                    raise LockTimeout
+                self._move()
+                continue
+            if segment is self._segment(rank):  # not moved while this thread waited
+                break
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         try:
             yield
         finally:
-            fcntl.flock(descriptors[rank], fcntl.LOCK_UN)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    def _descriptor(self, segment: _Segment) -> int:
+        # flock belongs to an open file, so every thread opens its own: then it excludes threads as well as processes
+        descriptors: dict[int, int] = self._per_thread.__dict__.setdefault("descriptors", {})
+        if segment.fd not in descriptors:
+            descriptors[segment.fd] = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDWR)
+        return descriptors[segment.fd]
+
+    def _move(self) -> None:
+        """Move the own vector to a new file, without the lock of the old one, whose holder does not run."""
+        old = self._segments[self.rank]
+        new = _Segment(memory_file(f"roundelay-w-{self.rank}", self._nbytes, f"rank {self.rank}"), old.vector)
+        new.vector.copy_(old.vector)
+        new.header[:] = old.header
+        new.header[SEQUENCE] += 1
+        new.header[VERSION] += 1
+        self._segments[self.rank] = new
+        self._retired.append(old)
+        old.header[MOVED_TO] = new.fd + 1
+        self.moves += 1
 
     def wake(self, rank: int) -> None:
         wake_socket(self._wake[rank])
@@ -297,6 +400,24 @@ class ShmVectors:
         self._receiving.close()
         for sending in self._wake.values():
             sending.close()
-        for fd in [*self._files.values(), *self._liveness.values(), self._alive]:
+        segments = [*self._segments.values(), *self._retired]
+        for fd in {*(segment.fd for segment in segments), *self._liveness.values(), self._alive}:
             os.close(fd)
-        self._files, self._liveness = {}, {}
+        self._segments, self._liveness, self._retired = {}, {}, []
+
+
+def _try_lock(descriptor: int, timeout_s: float) -> bool:
+    """Take an exclusive flock; return False if it was not released within `timeout_s`."""
+    deadline, pause = 0.0, FIRST_POLL_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            now = time.monotonic()
+            deadline = deadline or now + timeout_s
+            if now >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_POLL_S)
+        else:
+            return True

@@ -23,6 +23,7 @@ class MetricsRecorder:
         self.samples = 0
         self.total: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
+        self.gaps: Counter[int] = Counter()
         self._steps = 0
         self._losses = (0.0, 0)
         self._since = self._began = self.clock()
@@ -69,6 +70,8 @@ class MetricsRecorder:
             "exchanges": int(exchanges),
             "bytes": sent - self._bytes,
         }
+        if timer.gaps:
+            self.latest["exchange_gaps"] = {str(k): v for k, v in sorted(timer.gaps.items())}
         if exchanges:
             self.latest["pair_distance"] = gossip["distance"] / exchanges
             self.latest["exchange_s"] = round(gossip["exchange_s"] / exchanges, 6)
@@ -78,8 +81,10 @@ class MetricsRecorder:
         self.total.update({f"{kind}_s": s for kind, s in timer.seconds.items()})
         self.total.update(steps=self._steps, samples=self.samples, exchanges=int(exchanges), bytes=sent - self._bytes)
         self.staleness.update(timer.staleness)
+        self.gaps.update(timer.gaps)
         timer.seconds.clear()
         timer.staleness.clear()
+        timer.gaps.clear()
         self._steps, self.samples, self._losses = 0, 0, (0.0, 0)
         self._since, self._bytes = now, sent
 
@@ -96,4 +101,5 @@ class MetricsRecorder:
             "waiting_s": round(self.total["comm_s"], 4),
             "staleness_mean": round(sum(k * v for k, v in self.staleness.items()) / updates, 4),
             "staleness": {str(k): v for k, v in sorted(self.staleness.items())},
+            "exchange_gaps": {str(k): v for k, v in sorted(self.gaps.items())},
         }

@@ -1,0 +1,176 @@
+"""The final average: the mean of the weights of all live learners, repeated without the members that fail meanwhile.
+
+Attempt n has its own keys in the store, all below closing/n:
+
+members     the ranks of the attempt, claimed by the first rank that gets there
+arrived/r   rank r takes part; the last one sets start, so that a frozen rank blocks no other rank in the collective
+ok/r        the collective ended well on rank r
+verdict     "ok" if it ended well on all live members, else "retry"; claimed by the first rank that knows
+
+All members follow the claimed verdict, so no rank can end with another mean than the rest. Every attempt contributes the same
+vectors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from roundelay.comm.torch_backend import TorchCommunicator
+from roundelay.core.contracts import Communicator, Work
+from roundelay.core.wait import store_sleep, wait_until
+from roundelay.errors import PeerLost
+from roundelay.fleet.membership import FAILURES
+
+if TYPE_CHECKING:
+    from roundelay.engine.learner import Learner
+
+SILENT_S = 15.0
+"""Longest time without progress in the collective of a repeated attempt; gloo cannot be aborted."""
+SLOWEST_BYTES_PER_S = 16_000.0
+"""A collective on a link of this speed still counts as alive."""
+POLL_S = 0.005
+EXTRA_ATTEMPTS = 2
+"""Attempts beyond one per member: for connections that broke although no rank failed."""
+
+logger = logging.getLogger(__name__)
+
+
+def average_once(comm: Communicator, vectors: list[Tensor], deterministic: bool) -> list[Tensor]:
+    """Return the means of the vectors over all ranks of `comm`. Collective; for strategies that end with the first failure."""
+    return [comm.all_reduce_mean(v, None, deterministic).wait() if v.numel() else v for v in vectors]
+
+
+class ClosingAverage:
+    """The final average of one learner, for strategies that survive failures. For the thread of the learner, used once."""
+
+    def __init__(self, learner: Learner, vectors: list[Tensor]) -> None:
+        self.learner, self.comm, self.store = learner, learner.worker.comm, learner.job.store
+        self.vectors = [v.clone() for v in vectors]
+        self.timeout_s = learner.options.timeout_s
+        self.rank = self.comm.rank
+        self._index = {rank: member for member, rank in enumerate(self.comm.ranks)}
+
+    def run(self) -> list[Tensor]:
+        """Return the means over the members of the first attempt that ended well. Blocks until all members agree.
+
+        Raises PeerLost if this rank has been declared failed, or if the last attempt failed too.
+        """
+        members = list(range(self.comm.size))
+        absent: set[int] = set()
+        for attempt in range(self.comm.size + EXTRA_ATTEMPTS):
+            excluded = self._failed() | (absent - {self.rank})
+            members = [m for m in members if m not in excluded]
+            members = json.loads(self.store.claim(f"closing/{attempt}/members", json.dumps(members)))
+            if self.rank not in members:
+                raise self._fenced()
+            absent = self._arrive(attempt, members)
+            means = self._reduce(attempt, members) if not absent else None
+            if self._agree(attempt, members, means is not None):
+                if means is None:
+                    raise self._fenced()
+                return means
+            logger.info("final average: attempt %d failed and is repeated with the remaining ranks", attempt + 1)
+        raise PeerLost(
+            f"the final average failed {self.comm.size + EXTRA_ATTEMPTS} times",
+            where=f"rank {self.learner.rank}",
+            hint="look at the logs of the other ranks; continue with resume=auto",
+        )
+
+    def _failed(self) -> set[int]:
+        """Return the failed members, as ranks of the communicator."""
+        return {self._index[rank] for rank in self.comm.membership.failed_ranks() if rank in self._index}
+
+    def _wait(self, predicate: Callable[[], bool], awaited: Collection[int] | None, key: str) -> bool:
+        """Poll `key` for at most `timeout_s`, or until a rank of `awaited` has failed; return the predicate's last value."""
+        return wait_until(
+            predicate,
+            self.timeout_s,
+            failures=self._failed if awaited is not None else None,
+            awaited=awaited,
+            poll_s=POLL_S,
+            clock=self.learner.context.runtime.clock,
+            sleep=store_sleep(self.store, FAILURES, key),
+        )
+
+    def _arrive(self, attempt: int, members: list[int]) -> set[int]:
+        """Wait for all members; return the failed ones, or if none has failed those that did not come within `timeout_s`."""
+        keys, start = {m: f"closing/{attempt}/arrived/{m}" for m in members}, f"closing/{attempt}/start"
+        self.store.set(keys[self.rank], "1")
+        if self.store.add(f"closing/{attempt}/arrived", 1) == len(members):
+            self.store.set(start, "1")
+        if self._wait(lambda: self.store.get(start) is not None, members, start):
+            return set()
+        return (self._failed() & set(members)) or {m for m in members if self.store.get(keys[m]) is None}
+
+    def _reduce(self, attempt: int, members: list[int]) -> list[Tensor] | None:
+        """Average the vectors over `members`; return None if the collective failed."""
+        comm = self.comm
+        if len(members) == 1:
+            return self.vectors
+        try:
+            if len(members) < comm.size or attempt > 0:
+                group = comm.new_group(members, f"closing-{attempt}", min(self.timeout_s, SILENT_S))
+                assert group is not None
+                self.learner.communicators.append(group)
+                comm = group
+            means = []
+            for vector in self.vectors:
+                if vector.numel():
+                    work = comm.all_reduce_mean(vector, None, self.learner.options.deterministic_reduce)
+                    limit_s = self.timeout_s + 2 * vector.numel() * vector.element_size() / SLOWEST_BYTES_PER_S
+                    self._wait_for_work(comm, work, members, limit_s)
+                    means.append(work.wait())
+                else:
+                    means.append(vector)
+            return means
+        except PeerLost as error:
+            logger.info("final average, attempt %d: %s", attempt + 1, error.message)
+            return None
+
+    def _wait_for_work(self, comm: Communicator, work: Work, members: list[int], limit_s: float) -> None:
+        """Block until a gloo collective is complete; raise PeerLost once a member is reported as failed. Others report it."""
+        if isinstance(comm, TorchCommunicator):
+            wait_until(
+                lambda: work.done,
+                limit_s,
+                lambda: PeerLost("a member failed during the collective", where=f"rank {self.learner.rank}"),
+                failures=self._failed,
+                awaited=members,
+                poll_s=0.001,
+            )
+
+    def _agree(self, attempt: int, members: list[int], ok: bool) -> bool:
+        """Post how the attempt ended here and return the verdict of all members."""
+        verdict = f"closing/{attempt}/verdict"
+        if not ok:
+            self.store.claim(verdict, "retry")
+        else:
+            self.store.set(f"closing/{attempt}/ok/{self.rank}", "1")
+            if self.store.add(f"closing/{attempt}/ok", 1) == len(members):
+                self.store.claim(verdict, "ok")
+
+        def decided() -> bool:
+            if self.store.get(verdict) is not None:
+                return True
+            failed = self._failed()
+            if failed and all(m in failed or self.store.get(f"closing/{attempt}/ok/{m}") is not None for m in members):
+                self.store.claim(verdict, "ok")
+                return True
+            return False
+
+        if not self._wait(decided, None, verdict):
+            self.store.claim(verdict, "retry")
+        return self.store.get(verdict) == "ok"
+
+    def _fenced(self) -> PeerLost:
+        why = self.comm.membership.failed_ranks().get(self.learner.rank, "it did not arrive in time")
+        return PeerLost(
+            f"this rank was declared failed by the other ranks ({why}); they finished without it",
+            where=f"rank {self.learner.rank}",
+            hint="check whether this machine was suspended or overloaded; continue with resume=auto",
+        )
