@@ -64,6 +64,15 @@ def cut(port: int, *, power_off: bool) -> Action:
     return fault
 
 
+def block(a: int, b: int) -> Action:
+    """Return a fault: two machines no longer reach each other, but all others."""
+
+    def fault(machines: SwitchedMachines, job: Job, pids: dict[int, int]) -> None:
+        machines.send(block=[a, b])
+
+    return fault
+
+
 def resets(count: int, pause_s: float) -> Action:
     """Return a fault: `count` resets of random connections, one after the other."""
 
@@ -98,6 +107,7 @@ CASES: dict[str, NetworkCase] = {
     "off2": NetworkCase("machine of rank 2 without power", (), cut(2, power_off=True), (OK, OK, DEAD), frozenset({0, 1})),
     "down0": NetworkCase("link of the store's machine down", (), cut(0, power_off=False), (ANY, LOST, LOST), frozenset()),
     "off0": NetworkCase("store's machine without power", (), cut(0, power_off=True), (DEAD, LOST, LOST), frozenset()),
+    "edge12": NetworkCase("ranks 1 and 2 no longer reach each other", (), block(1, 2)),
     "resets": NetworkCase("50 connections reset", (), resets(50, 0.2)),
 }
 

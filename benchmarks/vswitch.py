@@ -6,7 +6,8 @@ Run it alone to have machines for experiments, and change the network while they
     sudo python -m benchmarks.vswitch --socket /tmp/switch --send '{"delay_ms": 50}'
 
 A command is a JSON object. delay_ms (one way), loss (share of packets) and rate_kbit apply to what every machine sends, or with
-"port": N to one machine; 0 removes them. {"cut": N} makes machine N vanish, {"join": N} connects it again. {"reset": COUNT}
+"port": N to one machine; 0 removes them. {"cut": N} makes machine N vanish, {"join": N} connects it again. {"block": [M, N]}
+drops all packets between two machines, {"unblock": [M, N]} no longer does. {"reset": COUNT}
 closes TCP connections by forged packets, each in both directions; with "port" only those of one machine. {"stats": true} counts
 packets. The answer is a JSON object.
 
@@ -97,6 +98,8 @@ class Switch:
         self.queue: list[tuple[float, int, int, bytes]] = []
         """Delayed packets: time, number, ports of destination as bits, packet."""
         self.number = 0
+        self.blocked: set[tuple[int, int]] = set()
+        """Pairs of ports, in both orders, between which all packets are dropped."""
         self.flows: dict[tuple[bytes, bytes, int, int], tuple[int, int, float]] = {}
         """TCP flow -> next sequence number, acknowledged number of the other direction, time of the last packet."""
 
@@ -161,7 +164,7 @@ class Switch:
 
     def _send(self, target: int, packet: bytes) -> None:
         for index, port in enumerate(self.ports):
-            if target >> index & 1 and not port.cut:
+            if target >> index & 1 and not port.cut and (packet[VNET + 11] - 1, index) not in self.blocked:
                 try:
                     os.write(port.fd, packet)
                 except OSError:  # a full queue of the kernel loses packets, as a network card does
@@ -228,6 +231,10 @@ class Switch:
         for key in ("cut", "join"):
             if key in command:
                 self.ports[command[key]].cut = key == "cut"
+        for key, change in (("block", self.blocked.update), ("unblock", self.blocked.difference_update)):
+            if key in command:
+                a, b = command[key]
+                change([(a, b), (b, a)])
         answer: dict[str, Any] = {"ok": True}
         if "reset" in command:
             answer["reset"] = self.reset(int(command["reset"]), number)

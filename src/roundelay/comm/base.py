@@ -125,6 +125,10 @@ class BaseCommunicator:
         failed = self.membership.cached
         return [member for member, rank in enumerate(self.ranks) if rank in failed]
 
+    def silent_peers(self) -> list[int]:
+        """Return the live partners with which exchanges fail now, as ranks of this group. Does not block."""
+        return []
+
     def raise_if_member_failed(self) -> None:
         """Raise PeerLost that names the failed members, if there are any. Reads the store."""
         error = self.membership.error(self.ranks, self.ranks[self.rank], "connecting to the other ranks")
@@ -192,6 +196,10 @@ class GossipCommunicator(BaseCommunicator):
                 [self.ranks[peer] for peer in late],
             )
         return BackgroundGossip(thread, self.membership, self.store, self.ranks, self.rank, self.name)
+
+    def silent_peers(self) -> list[int]:
+        thread = self._gossip_thread
+        return thread.silent_peers() if thread is not None else []
 
     def remote_add(self, peer: int, d: Tensor) -> int:
         assert self._vectors is not None

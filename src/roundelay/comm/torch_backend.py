@@ -22,6 +22,7 @@ from roundelay.comm.gossip.transport import RemoteMemoryClient, bytes_of, listen
 from roundelay.comm.node_group import CollectiveNodeGroup, ShmNodeGroup
 from roundelay.comm.shared_memory import LocalVectors, SharedVectors, ShmVectors
 from roundelay.comm.torch_store import TorchStore
+from roundelay.comm.tree_average import TreeAverage
 from roundelay.core import kernels
 from roundelay.core.contracts import NodeGroup, SharedWeights
 from roundelay.core.wait import wait_until
@@ -179,6 +180,27 @@ class TorchCommunicator(GossipCommunicator):
             options.rootRank, options.rootTensor = 0, 0
             self.guard(lambda: self._group.broadcast([x], options).wait())
             self._bytes += x.numel() * x.element_size() if self.rank == 0 else 0
+
+    def mean_around_broken_links(self, vectors: Sequence[Tensor], members: Sequence[int], name: str) -> list[Tensor]:
+        """Return the means of the vectors over `members` of this group, some of which may not reach each other. Collective.
+
+        Slower than `all_reduce_mean`. `name` must be new. Raises PeerLost if a member fails, or if too few reach this rank.
+        """
+        token = self.store.claim(f"{self.name}/token", secrets.token_hex(16)).encode()
+        tree = TreeAverage(
+            self.store,
+            f"{self.name}/{name}",
+            members,
+            self.rank,
+            self.bind_address,
+            token,
+            self.timeout_s,
+            lambda: set(range(self.size)) - set(self.live_ranks()),
+        )
+        try:
+            return tree.mean(vectors)
+        finally:
+            tree.close()
 
     def node_group(self, like: Tensor) -> NodeGroup:
         shares_memory = self.share_memory and len(set(self.machines)) == 1 and self.device.type == "cpu"

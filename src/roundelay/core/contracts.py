@@ -259,6 +259,9 @@ class Communicator(Protocol):
     def live_ranks(self) -> list[int]:
         """Return the members not known to have failed, as ranks of this group."""
 
+    def silent_peers(self) -> list[int]:
+        """Return the live partners with which exchanges fail now, as ranks of this group. Does not block."""
+
     def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> Work:
         """Collective: return the weighted mean as a new tensor. x must not change before wait() has returned.
 

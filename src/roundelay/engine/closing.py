@@ -3,7 +3,9 @@
 Attempt n has its own keys in the store, all below closing/n:
 
 members     the ranks of the attempt, claimed by the first rank that gets there
-arrived/r   rank r takes part; the last one sets start, so that a frozen rank blocks no other rank in the collective
+arrived/r   rank r takes part; the last one sets start, so that a frozen rank blocks no other rank in the collective. The value
+            lists the partners that r cannot reach
+method      "collective", or "tree" if two members cannot reach each other: a mean over a tree that goes around them
 ok/r        the collective ended well on rank r
 verdict     "ok" if it ended well on all live members, else "retry"; claimed by the first rank that knows
 
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from roundelay.comm.torch_backend import TorchCommunicator
+from roundelay.comm.tree_average import Unreachable
 from roundelay.core.contracts import Communicator, Work
 from roundelay.core.wait import store_sleep, wait_until
 from roundelay.errors import PeerLost
@@ -54,6 +57,8 @@ class ClosingAverage:
         self.timeout_s = learner.options.timeout_s
         self.rank = self.comm.rank
         self._index = {rank: member for member, rank in enumerate(self.comm.ranks)}
+        self._collective_failed = False
+        """The collective of the last attempt failed although no member did: the network between two of them may be broken."""
 
     def run(self) -> list[Tensor]:
         """Return the means over the members of the first attempt that ended well. Blocks until all members agree.
@@ -100,37 +105,53 @@ class ClosingAverage:
     def _arrive(self, attempt: int, members: list[int]) -> set[int]:
         """Wait for all members; return the failed ones, or if none has failed those that did not come within `timeout_s`."""
         keys, start = {m: f"closing/{attempt}/arrived/{m}" for m in members}, f"closing/{attempt}/start"
-        self.store.set(keys[self.rank], "1")
+        self.store.set(keys[self.rank], json.dumps(self.comm.silent_peers()))
         if self.store.add(f"closing/{attempt}/arrived", 1) == len(members):
             self.store.set(start, "1")
         if self._wait(lambda: self.store.get(start) is not None, members, start):
             return set()
         return (self._failed() & set(members)) or {m for m in members if self.store.get(keys[m]) is None}
 
+    def _method(self, attempt: int, members: list[int]) -> str:
+        """Return how the members average in this attempt; all of them get the same answer."""
+        notes = self.store.get_many([f"closing/{attempt}/arrived/{m}" for m in members])
+        broken = any(set(json.loads(text)) & set(members) for text in notes.values() if text is not None)
+        return self.store.claim(f"closing/{attempt}/method", "tree" if broken or self._collective_failed else "collective")
+
     def _reduce(self, attempt: int, members: list[int]) -> list[Tensor] | None:
-        """Average the vectors over `members`; return None if the collective failed."""
-        comm = self.comm
+        """Average the vectors over `members`; return None if that failed."""
         if len(members) == 1:
             return self.vectors
         try:
-            if len(members) < comm.size or attempt > 0:
-                group = comm.new_group(members, f"closing-{attempt}", min(self.timeout_s, SILENT_S))
-                assert group is not None
-                self.learner.communicators.append(group)
-                comm = group
-            means = []
-            for vector in self.vectors:
-                if vector.numel():
-                    work = comm.all_reduce_mean(vector, None, self.learner.options.deterministic_reduce)
-                    limit_s = self.timeout_s + 2 * vector.numel() * vector.element_size() / SLOWEST_BYTES_PER_S
-                    self._wait_for_work(comm, work, members, limit_s)
-                    means.append(work.wait())
-                else:
-                    means.append(vector)
-            return means
+            if isinstance(self.comm, TorchCommunicator) and self._method(attempt, members) == "tree":
+                return self.comm.mean_around_broken_links(self.vectors, members, f"closing/{attempt}/tree")
+            return self._all_reduce(attempt, members)
+        except Unreachable as error:  # the other ranks need not wait for this one
+            self.comm.membership.report(self.comm.ranks[self.rank], "it cannot reach the other ranks for the final average")
+            raise error
         except PeerLost as error:
             logger.info("final average, attempt %d: %s", attempt + 1, error.message)
+            self._collective_failed = not self._failed() & set(members)
             return None
+
+    def _all_reduce(self, attempt: int, members: list[int]) -> list[Tensor]:
+        """Average the vectors by the backend's collective, on a new group if it is not the first attempt."""
+        comm = self.comm
+        if len(members) < comm.size or attempt > 0:
+            group = comm.new_group(members, f"closing-{attempt}", min(self.timeout_s, SILENT_S))
+            assert group is not None
+            self.learner.communicators.append(group)
+            comm = group
+        means = []
+        for vector in self.vectors:
+            if vector.numel():
+                work = comm.all_reduce_mean(vector, None, self.learner.options.deterministic_reduce)
+                limit_s = self.timeout_s + 2 * vector.numel() * vector.element_size() / SLOWEST_BYTES_PER_S
+                self._wait_for_work(comm, work, members, limit_s)
+                means.append(work.wait())
+            else:
+                means.append(vector)
+        return means
 
     def _wait_for_work(self, comm: Communicator, work: Work, members: list[int], limit_s: float) -> None:
         """Block until a gloo collective is complete; raise PeerLost once a member is reported as failed. Others report it."""

@@ -18,6 +18,8 @@ from roundelay.fleet.heartbeat import FAILURE_S, HEARTBEAT_S, Heartbeats
 from roundelay.launch.context import DistributedContext
 from roundelay.strategies.worker import Worker
 
+SUSPECT_S = 3.0
+"""A live partner with which exchanges fail for this time is reported as suspected."""
 STALL_S = 10.0
 """A collective that takes longer is reported as a stall."""
 PUBLISHED = ("steps", "samples", "samples_per_s", "loss", "lr", "seconds", "elapsed_s", "staleness", "pair_distance")
@@ -54,6 +56,9 @@ class HeartbeatMonitor:
         )
         self._stop: Callable[[], None] | None = None
         self._warned_at = 0.0
+        self._silent: dict[int, float] = {}
+        """Rank -> since when exchanges with it fail."""
+        self._suspected: list[int] = []
 
     def start(self) -> None:
         """Start the thread. It takes over from the one that has published heartbeats since the start of the process."""
@@ -86,6 +91,7 @@ class HeartbeatMonitor:
             }
         )
         self._note_failures(self.job.membership.cached)
+        self._note_suspicions(time.monotonic())
         self._check_for_stall(time.monotonic())
 
     def read_failures(self) -> None:
@@ -100,6 +106,21 @@ class HeartbeatMonitor:
                 self.events.write("lost", lost=rank, why=why)
                 if self.context.rank == min(self._live_ranks(), default=-1):
                     logger.warning("rank %d is lost: %s", rank, why)
+
+    def _note_suspicions(self, now: float) -> None:
+        """Write an event and log when exchanges with a live partner have failed for SUSPECT_S, and when they work again."""
+        comm = self.worker.comm
+        silent = [comm.ranks[peer] for peer in comm.silent_peers() if comm.ranks[peer] not in self.failed]
+        self._silent = {rank: self._silent.get(rank, now) for rank in silent}
+        suspected = sorted(rank for rank, since in self._silent.items() if now - since >= SUSPECT_S)
+        if suspected == self._suspected:
+            return
+        self.events.write("suspected", suspected=suspected)
+        for rank in sorted(set(suspected) - set(self._suspected)):
+            logger.warning("no exchange with rank %d for %.0f s: its rounds are skipped; both ranks continue", rank, SUSPECT_S)
+        for rank in sorted(set(self._suspected) - set(suspected) - set(self.failed)):
+            logger.info("exchanges with rank %d work again", rank)
+        self._suspected = suspected
 
     def _note_fence(self, reason: str) -> None:
         self.events.write("watchdog", error=f"this rank was declared failed: {reason}")

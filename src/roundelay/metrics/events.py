@@ -108,6 +108,9 @@ FIELDS: dict[str, dict[str, str]] = {
         "lost": "rank that failed",
         "why": "how the failure was detected; every surviving learner writes this event",
     },
+    "suspected": {
+        "suspected": "live ranks with which this rank's exchanges fail at the moment; written when the list changes",
+    },
     "stall": {
         "waiting_for": "ranks that the other ranks wait for",
         "waited_s": "seconds the writing rank had waited when it wrote the event",

@@ -238,6 +238,11 @@ class GossipProtocol:
         """Only answer partners from now on."""
         self._initiating = False
 
+    def silent_peers(self) -> list[int]:
+        """Return the live peers whose rounds are skipped now: suspected, or without a connection."""
+        peers = self.suspected | {peer for peer, edge in self.edges.items() if not edge.connected}
+        return sorted(peers - self.failed)
+
     @property
     def open_edges(self) -> list[int]:
         """Peers with which an exchange has begun and is not known to be applied on both sides."""

@@ -147,6 +147,10 @@ class GossipThread:
             return 0
         return max(self.protocol.rounds, int(self.vectors.header(self.rank)[ROUNDS]))
 
+    def silent_peers(self) -> list[int]:
+        """Return the live partners whose rounds are skipped now: suspected, or without a connection. Does not block."""
+        return self.protocol.silent_peers() if self.protocol is not None else []
+
     def stop_initiating(self) -> None:
         """Only answer partners from now on."""
         with self._mutex:

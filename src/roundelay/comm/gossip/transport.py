@@ -245,10 +245,10 @@ def connect(address: str, rank: int, token: bytes, timeout_s: float, applied: in
     try:
         tune(sock)
         sock.sendall(HEADER.pack(MAGIC, MessageType.HELLO, rank, len(token) + APPLIED.size) + token + APPLIED.pack(applied))
-        magic, kind, _, length = HEADER.unpack(_receive(sock, HEADER.size))
+        magic, kind, _, length = HEADER.unpack(receive_bytes(sock, HEADER.size))
         if magic != MAGIC or kind != MessageType.HELLO or length != APPLIED.size:
             raise ConnectionClosed("handshake rejected")
-        return sock, int(APPLIED.unpack(_receive(sock, APPLIED.size))[0])
+        return sock, int(APPLIED.unpack(receive_bytes(sock, APPLIED.size))[0])
     except BaseException:
         sock.close()
         raise
@@ -261,13 +261,13 @@ def accept_handshake(sock: socket.socket, token: bytes, timeout_s: float = 5.0) 
     """
     sock.settimeout(timeout_s)
     try:
-        header = _receive(sock, HEADER.size)
+        header = receive_bytes(sock, HEADER.size)
         magic, kind, rank, length = HEADER.unpack(header)
         if magic != MAGIC or kind != MessageType.HELLO or length != len(token) + APPLIED.size:
             raise ConnectionClosed("handshake rejected: bad magic, message type or token length")
-        if not hmac.compare_digest(_receive(sock, len(token)), token):
+        if not hmac.compare_digest(receive_bytes(sock, len(token)), token):
             raise ConnectionClosed("handshake rejected: wrong token")
-        return rank, int(APPLIED.unpack(_receive(sock, APPLIED.size))[0])
+        return rank, int(APPLIED.unpack(receive_bytes(sock, APPLIED.size))[0])
     except OSError as error:
         raise ConnectionClosed(str(error)) from error
 
@@ -292,7 +292,8 @@ def receive_into(sock: socket.socket, buffer: memoryview) -> None:
         raise ConnectionClosed(str(error)) from error
 
 
-def _receive(sock: socket.socket, count: int) -> bytes:
+def receive_bytes(sock: socket.socket, count: int) -> bytes:
+    """Read exactly `count` bytes from a blocking socket. Raises ConnectionClosed."""
     data = bytearray(count)
     receive_into(sock, memoryview(data))
     return bytes(data)
@@ -325,7 +326,7 @@ class RemoteMemoryClient:
             self._sock.sendall(header)
             while payload:
                 payload = payload[self._sock.send(payload) :]
-            _, _, version, length = HEADER.unpack(_receive(self._sock, HEADER.size))
+            _, _, version, length = HEADER.unpack(receive_bytes(self._sock, HEADER.size))
             if length:
                 assert out is not None
                 assert len(out) == length
