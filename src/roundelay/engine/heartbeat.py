@@ -20,7 +20,10 @@ from roundelay.strategies.worker import Worker
 
 STALL_S = 10.0
 """A collective that takes longer is reported as a stall."""
-PUBLISHED = ("steps", "samples", "samples_per_s", "loss", "lr", "seconds", "elapsed_s", "staleness", "pair_distance")
+PUBLISHED = (
+    "steps", "samples", "samples_per_s", "loss", "lr", "seconds", "elapsed_s", "staleness", "pair_distance", "exchanges",
+    "longest_gap",
+)  # fmt: skip
 """Metrics that a heartbeat carries, for the dashboard of rank 0."""
 
 logger = logging.getLogger(__name__)
