@@ -250,8 +250,11 @@ def _parts(events: list[Event]) -> list[tuple[list[Event], float]]:
     """Return the events from one start to the next, each part with an offset to subtract from its times.
 
     Events of a stopped run after the checkpoint from which it was resumed are dropped, because the resumed run repeats them.
+    Events before the start of a new run belong to it: another rank may write its first events before rank 0 writes the start.
     """
     cuts = [i for i, e in enumerate(events) if e.get("event") == "start"]
+    if cuts and not events[cuts[0]].get("first"):
+        cuts = cuts[1:]
     bounds = [0, *[c for c in cuts if c > 0], len(events)]
     parts: list[tuple[list[Event], float]] = []
     done = 0.0
