@@ -60,6 +60,15 @@ def test_heartbeats_carry_metrics() -> None:
     assert json.loads(store.get("heartbeat/0") or "")["latest"] == {"steps": 2, "loss": 0.5}
 
 
+def test_heartbeats_carry_what_the_dashboard_shows_of_exchanges() -> None:
+    first, _ = monitor(store := LocalStore(), 0)
+    second, _ = monitor(store, 1)
+    second.latest = lambda: {"steps": 2, "exchanges": 3, "longest_gap": 5, "exchange_gaps": {str(n): 1 for n in range(6)}}
+    second.heartbeat()
+    first.heartbeat()
+    assert first.metrics() == [{"rank": 1, "steps": 2, "exchanges": 3, "longest_gap": 5}], "without the whole distribution"
+
+
 def test_failures_become_events_once() -> None:
     store = LocalStore()
     first, events = monitor(store, 0)

@@ -45,6 +45,14 @@ def test_a_resumed_run_counts_no_idle_time_and_nothing_twice(tmp_path: Path) -> 
     assert [e["position"] for e in run.evaluations] == [200, 400]
 
 
+def test_events_that_another_rank_wrote_before_the_start_event_count(tmp_path: Path) -> None:
+    early = [steps(1, 1.0, 100), steps(1, 2.0, 200)]
+    run = read_run(write_run(tmp_path / "a", [*early, start(2, second=2.1), steps(0, 3.0, 300), steps(1, 3.0, 400)]))
+    assert [e["position"] for e in run.steps[1]] == [100, 200, 400]
+    assert run.samples == 400
+    assert run.seconds == pytest.approx(3.0)
+
+
 def test_an_evaluation_is_shown_at_the_time_of_its_checkpoint(tmp_path: Path) -> None:
     saved = {"event": "checkpoint", "time": BEGAN + 1.0, "rank": 0, "position": 100, "spread": 0.125}
     run = read_run(write_run(tmp_path / "a", [steps(0, 1.0, 0), saved, steps(0, 2.0, 100), evaluation(2.0, 100, loss=0.75)]))

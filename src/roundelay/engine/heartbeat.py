@@ -22,7 +22,10 @@ SUSPECT_S = 3.0
 """A live partner with which exchanges fail for this time is reported as suspected."""
 STALL_S = 10.0
 """A collective that takes longer is reported as a stall."""
-PUBLISHED = ("steps", "samples", "samples_per_s", "loss", "lr", "seconds", "elapsed_s", "staleness", "pair_distance")
+PUBLISHED = (
+    "steps", "samples", "samples_per_s", "loss", "lr", "seconds", "elapsed_s", "staleness", "pair_distance", "exchanges",
+    "longest_gap",
+)  # fmt: skip
 """Metrics that a heartbeat carries, for the dashboard of rank 0."""
 
 logger = logging.getLogger(__name__)

@@ -90,6 +90,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "exchange_s": "mean seconds from the start of an exchange to its end; absent without exchanges",
         "exchange_gaps": "number of steps by the gradients in a row without an exchange that end with them, such as "
         '{"0": 148, "1": 19}; absent without gossip',
+        "longest_gap": "most gradients in a row without an exchange, since this process began; absent without gossip",
     },
     "evaluation": {
         "position": "global samples at which the average model was taken",
@@ -134,6 +135,10 @@ FIELDS: dict[str, dict[str, str]] = {
         "staleness_mean": "mean staleness of this learner's gradients",
         "staleness": "number of gradients per staleness over the run",
         "exchange_gaps": "number of steps by the gradients in a row without an exchange, over the run",
+        "exchanges_per_gradient": "exchanges divided by steps; absent without gossip",
+        "longest_gap": "most gradients in a row without an exchange; absent without gossip",
+        "gap_p99": "99 % of the runs of gradients without an exchange are at most this long, counting a run of length 0 where "
+        "an exchange follows every gradient; absent without gossip",
     },
     "run": {
         "slowest_rank": "rank, own_s and waiting_s of the learner with the largest own_s per step",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roundelay.core.contracts import Communicator, EventWriter, Runtime
+from roundelay.metrics.gaps import quantile, run_lengths
 from roundelay.strategies.worker import Worker
 
 
@@ -72,6 +73,7 @@ class MetricsRecorder:
         }
         if timer.gaps:
             self.latest["exchange_gaps"] = {str(k): v for k, v in sorted(timer.gaps.items())}
+            self.latest["longest_gap"] = max(*timer.gaps, *self.gaps, 0)
         if exchanges:
             self.latest["pair_distance"] = gossip["distance"] / exchanges
             self.latest["exchange_s"] = round(gossip["exchange_s"] / exchanges, 6)
@@ -93,7 +95,7 @@ class MetricsRecorder:
         elapsed = self.clock() - self._began
         updates = max(sum(self.staleness.values()), 1)
         own = sum(self.total[k] for k in ("compute_s", "data_s", "update_s"))
-        return {
+        fields = {
             **{k: round(v, 4) for k, v in self.total.items()},
             "elapsed_s": round(elapsed, 4),
             "samples_per_s": round(self.total["samples"] / max(elapsed, 1e-9), 3),
@@ -103,3 +105,8 @@ class MetricsRecorder:
             "staleness": {str(k): v for k, v in sorted(self.staleness.items())},
             "exchange_gaps": {str(k): v for k, v in sorted(self.gaps.items())},
         }
+        if self.gaps:
+            fields["exchanges_per_gradient"] = round(self.total["exchanges"] / sum(self.gaps.values()), 4)
+            fields["longest_gap"] = max(self.gaps)
+            fields["gap_p99"] = quantile(run_lengths(self.gaps), 0.99)
+        return fields

@@ -142,9 +142,10 @@ PAIRED_NUMBERS = ("difference", "low", "high")
 NUMBERS = {
     "time", "first", "total", "samples", "parameters", "step", "steps", "samples_per_s", "loss", "lr", "position", "loader_s",
     "elapsed_s", "cpu_s", "exchanges", "bytes", "pair_distance", "exchange_s", "spread", "effective_rate", "waited_s",
+    "exchanges_per_gradient", "longest_gap", "gap_p99",
 }  # fmt: skip
 RANKS = {"rank", "lost", "learners"}
-MAPPINGS = {"metrics", "staleness", "environment", "mixing"}
+MAPPINGS = {"metrics", "staleness", "exchange_gaps", "environment", "mixing"}
 LISTS = {"hosts", "batches", "waiting_for"}
 
 
@@ -174,11 +175,12 @@ def valid_event(event: Event) -> Event | None:
     for key in ("metrics", "seconds"):
         if isinstance(kept.get(key), dict):
             kept[key] = {name: x for name, x in kept[key].items() if x is None or is_number(x)}
-    if "staleness" in kept:
-        counts = kept["staleness"].items()
-        kept["staleness"] = {
-            k: v for k, v in counts if k.isdecimal() and len(k) < 10 and is_number(v) and math.isfinite(v) and v >= 0
-        }
+    for key in ("staleness", "exchange_gaps"):
+        if key in kept:
+            counts = kept[key].items()
+            kept[key] = {
+                k: v for k, v in counts if k.isdecimal() and len(k) < 10 and is_number(v) and math.isfinite(v) and v >= 0
+            }
     if "batches" in kept:
         kept["batches"] = [x for x in kept["batches"] if is_number(x)]
     if "mixing" in kept and not valid_mixing(kept["mixing"]):
@@ -248,8 +250,11 @@ def _parts(events: list[Event]) -> list[tuple[list[Event], float]]:
     """Return the events from one start to the next, each part with an offset to subtract from its times.
 
     Events of a stopped run after the checkpoint from which it was resumed are dropped, because the resumed run repeats them.
+    Events before the start of a new run belong to it: another rank may write its first events before rank 0 writes the start.
     """
     cuts = [i for i, e in enumerate(events) if e.get("event") == "start"]
+    if cuts and not events[cuts[0]].get("first"):
+        cuts = cuts[1:]
     bounds = [0, *[c for c in cuts if c > 0], len(events)]
     parts: list[tuple[list[Event], float]] = []
     done = 0.0
