@@ -135,8 +135,8 @@ class Finisher:
         """
         rank, size = self.learner.rank, self.learner.context.size
         while self.store.get(done) is None:
-            live = [r for r in range(size) if r not in self._failed()]
-            holder = role_holder(self.store, role, min(live, default=rank), self._failed)
+            failed = self._failed()
+            holder = role_holder(self.store, role, min(set(range(size)) - set(failed), default=rank), lambda: failed)
             if holder != rank:
                 over = self._wait(lambda: self.store.get(done) is not None, timeout_s, [holder], done)
                 if over or holder in self._failed():

@@ -47,6 +47,7 @@ class BackgroundGossip:
         self._thread.drain()
         self._publish("drained", self._thread.rounds)
         self.rounds = max(self._gather("drained"))
+        self._thread.let_peers_leave()
 
     def _publish(self, what: str, value: int) -> None:
         self._store.set(f"{self._name}/{what}/{self._rank}", str(value))

@@ -86,6 +86,7 @@ class GossipThread:
         self._inline = nbytes <= INLINE_BYTES and len(vectors.here) > 1
         self._lock_s = LOCK_S + SECONDS_PER_BYTE * nbytes
         self._ticked_at = 0.0
+        self._watches_peers = True
         self._quit = False
         self._metrics = dict.fromkeys(METRICS, 0.0)
         self._reported = dict(self._metrics)
@@ -172,6 +173,10 @@ class GossipThread:
 
         wait_until(lambda: not waits(), float("inf"), poll_s=0.001)
 
+    def let_peers_leave(self) -> None:
+        """From now on, a peer that closes its vectors has left and not failed."""
+        self._watches_peers = False
+
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call."""
         now = dict(self._metrics)
@@ -208,6 +213,7 @@ class GossipThread:
                     self.connections.watch()
                 ready = self.connections.select(TICK_S)
                 with self._mutex:
+                    self._advance(inline=False)  # what the training thread has left over comes before what arrives
                     for connection in ready:
                         self._serve(connection)
         except BaseException as error:  # raised by raise_if_failed
@@ -236,7 +242,7 @@ class GossipThread:
         self._perform(actions, inline)
 
     def _tick(self, protocol: GossipProtocol, now: float) -> list[Action]:
-        for peer in self.vectors.here:
+        for peer in self.vectors.here if self._watches_peers else ():
             if peer not in protocol.failed and peer != self.rank and not self.vectors.alive(peer):
                 self._on_failure(peer, "its process has ended")
                 self._perform(protocol.fail(peer, now), False)
