@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roundelay.comm.gossip.thread import GossipThread
-from roundelay.comm.shared_memory import GOSSIPS, LocalVectors, SharedVector
+from roundelay.comm.vectors import GOSSIPS, LocalVectors, SharedVector
 from roundelay.core.wait import wait_until
 
 

@@ -12,6 +12,7 @@ from collections import deque
 import pytest
 
 from roundelay.comm.gossip.protocol import (
+    LAST_RETRY_S,
     SUSPECT_S,
     Action,
     ApplyHalfDifference,
@@ -167,8 +168,10 @@ class World:
             self.trace.append(f"cut {edges[number % len(edges)]}")
             self.cut(*edges[number % len(edges)])
         elif kind == 12:
-            self.trace.append("tick")
-            self.tick()
+            ticks = 1 + number % 4
+            self.trace.append(f"{ticks} ticks")
+            for _ in range(ticks):
+                self.tick()
         elif kind == 13:
             self.trace.append(f"freeze or resume {rank}")
             self.frozen ^= {rank}
@@ -210,9 +213,17 @@ class World:
             peers = set(self.protocols[rank].edges) | set(self.protocols[rank].local & self.ring(rank))
             if rank not in self.frozen and peers - self.dead - self.frozen:
                 assert self.protocols[rank].exchanges > before[rank], f"rank {rank} stopped exchanging: {self.frozen=}"
-        # the end
+        # once the frozen ranks run again, every live partner is used again
         self.frozen.clear()
         self.locked.clear()
+        self.settle()
+        self.now += LAST_RETRY_S
+        for rank in live:
+            protocol = self.protocols[rank]
+            for peer in set(self.ring(rank)) - self.dead:
+                assert protocol._available(peer, self.now), f"rank {rank} never exchanges with rank {peer} again"
+            assert not protocol.suspected & set(protocol.edges) - self.dead, f"rank {rank} still suspects {protocol.suspected}"
+        # the end
         for rank in live:
             self.protocols[rank].stop_initiating()
         self.settle()

@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 
-from roundelay.comm.shared_memory import LocalVectors, SharedVector, SharedVectors, ShmVectors, drain_socket, memory_file
+from roundelay.comm.shared_memory import ShmVectors, memory_file
+from roundelay.comm.vectors import LocalVectors, SharedVector, SharedVectors, drain_socket
 from roundelay.errors import PeerLost, UsageError
 from roundelay.fleet.store import LocalStore
 

@@ -25,7 +25,7 @@ from roundelay.comm.gossip.transport import (
     listen,
     receive_into,
 )
-from roundelay.comm.shared_memory import LocalVectors, SharedVector
+from roundelay.comm.vectors import LocalVectors, SharedVector
 from roundelay.errors import PeerLost
 
 TOKEN = b"0123456789abcdef"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from roundelay.comm.gossip.handle import BackgroundGossip
 from roundelay.comm.gossip.thread import GossipThread
-from roundelay.comm.shared_memory import SharedVector, SharedVectors
+from roundelay.comm.vectors import LockTimeout, Segment, SharedVector, SharedVectors
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching, SharedWeights, Store
 from roundelay.core.update_log import Op, UpdateLog
+from roundelay.errors import PeerLost
 from roundelay.fleet.membership import StoreMembership
 
 CONNECT_S = 10.0
@@ -173,7 +175,8 @@ class GossipCommunicator(BaseCommunicator):
             self.known_failures,
             self._address if listener is not None else None,
         )
-        self._gossip_thread.update_log = self._update_log
+        if self._update_log is not None:
+            self._gossip_thread.record(self._update_log)
         return shared_weights
 
     def _address(self, peer: int) -> str:
@@ -201,12 +204,25 @@ class GossipCommunicator(BaseCommunicator):
         thread = self._gossip_thread
         return thread.silent_peers() if thread is not None else []
 
+    @contextmanager
+    def _locked(self, peer: int) -> Iterator[Segment]:
+        """Lock the vector of a rank of this node. Raises PeerLost after `timeout_s`."""
+        assert self._vectors is not None
+        try:
+            with self._vectors.lock(peer, self.timeout_s) as segment:
+                yield segment
+        except LockTimeout as error:
+            raise PeerLost(
+                f"the vector of rank {self.ranks[peer]} was not free within {self.timeout_s:.0f} s",
+                where=f"rank {self.ranks[self.rank]}, shared memory",
+                hint="a process of this machine was suspended while it used it; start again with resume=auto",
+            ) from error
+
     def remote_add(self, peer: int, d: Tensor) -> int:
         assert self._vectors is not None
         d = d.detach().to("cpu").contiguous()
         if peer in self._vectors.here:
-            target = SharedVector(self._vectors, peer)
-            with target.locked():
+            with self._locked(peer) as target:
                 number, version = target.count(writes=1)
                 if self._update_log is not None:
                     self._update_log.append(Op.REMOTE_ADD, peer, number, self.rank)
@@ -218,8 +234,7 @@ class GossipCommunicator(BaseCommunicator):
     def remote_get(self, peer: int, out: Tensor) -> int:
         assert self._vectors is not None
         if peer in self._vectors.here:
-            source = SharedVector(self._vectors, peer)
-            with source.locked():
+            with self._locked(peer) as source:
                 number, version = source.count()
                 if self._update_log is not None:
                     self._update_log.append(Op.REMOTE_GET, peer, number, self.rank)
@@ -242,7 +257,7 @@ class GossipCommunicator(BaseCommunicator):
     def record(self, update_log: UpdateLog) -> None:
         self._update_log = update_log
         if self._gossip_thread is not None:
-            self._gossip_thread.update_log = update_log
+            self._gossip_thread.record(update_log)
 
     def bytes_sent(self) -> int:
         thread = self._gossip_thread

@@ -21,7 +21,7 @@ from roundelay.comm.gossip.thread import GossipThread
 from roundelay.comm.gossip.transport import ConnectionClosed, Message, MessageType, bytes_of
 from roundelay.comm.mpi_progress import MpiRequestBatch, MpiRuntime, abort_mpi
 from roundelay.comm.node_group import CollectiveNodeGroup
-from roundelay.comm.shared_memory import LocalVectors
+from roundelay.comm.vectors import LocalVectors
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching, NodeGroup, SharedWeights
 from roundelay.errors import PeerLost
@@ -67,7 +67,6 @@ class MpiConnection:
         self._message: Message | None = None
         self._arrived = False
         self._received_bytes = 0
-        self._unsent: list[memoryview] = []
 
     def fileno(self) -> int:
         return -1
@@ -80,8 +79,6 @@ class MpiConnection:
         nbytes = len(payload) if payload is not None else 0
         comm, mpi_comm = self._comm, self._comm.mpi_comm
         header = np.array([kind, number, nbytes, comm.rank], dtype=np.int64)
-        if payload is not None:
-            self._unsent.append(payload)
 
         def post() -> list[Any]:
             requests = [mpi_comm.Isend(header, self._rank, self._header_tag)]
@@ -89,14 +86,9 @@ class MpiConnection:
 
         def on_sent() -> None:
             self.sent_bytes += header.nbytes + nbytes
-            if payload is not None:
-                self._unsent.remove(payload)
             comm.wake()
 
         comm.progress.submit(post, on_sent)
-
-    def sending(self, payload: memoryview) -> bool:
-        return any(part.obj is payload.obj for part in self._unsent)
 
     def flush(self) -> None:
         """Do nothing: the MPI progress thread sends."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from roundelay.comm.base import GossipCommunicator, all_reduce_bytes, plain_sum, weighted_mean, weighted_sum
 from roundelay.comm.node_group import CollectiveNodeGroup
-from roundelay.comm.shared_memory import LocalVectors
+from roundelay.comm.vectors import LocalVectors
 from roundelay.core import kernels
 from roundelay.core.contracts import SharedWeights
 from roundelay.errors import PeerLost

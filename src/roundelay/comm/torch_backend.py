@@ -20,9 +20,10 @@ from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOption
 from roundelay.comm.base import GossipCommunicator, SlicedMean, all_reduce_bytes, weighted_sum
 from roundelay.comm.gossip.transport import RemoteMemoryClient, bytes_of, listen
 from roundelay.comm.node_group import CollectiveNodeGroup, ShmNodeGroup
-from roundelay.comm.shared_memory import LocalVectors, SharedVectors, ShmVectors
+from roundelay.comm.shared_memory import ShmVectors
 from roundelay.comm.torch_store import TorchStore
 from roundelay.comm.tree_average import TreeAverage
+from roundelay.comm.vectors import LocalVectors, SharedVectors
 from roundelay.core import kernels
 from roundelay.core.contracts import NodeGroup, SharedWeights
 from roundelay.core.wait import wait_until

@@ -178,7 +178,7 @@ class SharedWeights(Protocol):
     def vector(self) -> Tensor:
         """The vector in its present memory. Read it again after `locked()` has been entered: it may have moved."""
 
-    def locked(self) -> AbstractContextManager[None]:
+    def locked(self) -> AbstractContextManager[object]:
         """Lock the vector for the calling thread. Waits for no longer than a live process may hold the lock."""
 
     def count(self, writes: int = 0) -> tuple[int, int]:

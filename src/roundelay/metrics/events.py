@@ -34,9 +34,9 @@ class EventLog:
                 os.write(self._fd, (line + "\n").encode())
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first: a thread that still writes must not reach a file that gets the same number
+        if fd >= 0:
+            os.close(fd)
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from roundelay.comm.gossip.pair_average import relative_distance
 from roundelay.comm.gossip.protocol import Action, ApplyHalfDifference, Average, GossipProtocol, Receive, SendSnapshot
-from roundelay.comm.gossip.thread import DISTANCE_SAMPLE
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching
 from roundelay.simulate.job import SimulatedJob
@@ -196,9 +196,7 @@ class SimulatedGossip:
     def _add_distance(self, peer: SimulatedPeer, a: Tensor, b: Tensor) -> None:
         """Add |a - b| / |a|, estimated from a sample, to the metrics. Does nothing in timing-only mode."""
         if a.numel() > 1:
-            stride = max(1, a.numel() // DISTANCE_SAMPLE)
-            x, y = a[::stride], b[::stride]
-            peer.metrics["distance"] += float((x - y).norm() / (x.norm() + 1e-12))
+            peer.metrics["distance"] += relative_distance(a, b)
 
     # -- draining ------------------------------------------------------------------------------------------------------
 

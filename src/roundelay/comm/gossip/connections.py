@@ -18,7 +18,8 @@ from roundelay.comm.gossip.transport import (
     answer_handshake,
     connect,
 )
-from roundelay.comm.shared_memory import drain_socket
+from roundelay.comm.vectors import drain_socket
+from roundelay.errors import RoundelayError
 
 CONNECT_S = 3.0
 """Deadline of one attempt to connect, including the handshake."""
@@ -96,21 +97,17 @@ class ConnectionSet:
 
         def run() -> None:
             pause = FIRST_RETRY_S
-            try:
-                while wanted() and not self._closed.is_set():
-                    try:
-                        sock, peer_applied = connect(address(), self._rank, self._token, CONNECT_S, applied())
-                    except (OSError, ConnectionClosed) as error:
-                        logger.debug("rank %d cannot connect to rank %d: %s", self._rank, peer, error)
-                        self._closed.wait(pause)
-                        pause = min(2 * pause, LAST_RETRY_S)
-                    else:
-                        self.add(peer, sock, peer_applied)
-                        return
-            except Exception as error:  # no address: the job ends
-                logger.debug("rank %d gives up connecting to rank %d: %s", self._rank, peer, error)
-            finally:
-                self._connecting.discard(peer)
+            connection: tuple[socket.socket, int] | None = None
+            while connection is None and wanted() and not self._closed.is_set():
+                try:
+                    connection = connect(address(), self._rank, self._token, CONNECT_S, applied())
+                except (OSError, ConnectionClosed, RoundelayError) as error:  # RoundelayError: it has not published an address
+                    logger.debug("rank %d cannot connect to rank %d: %s", self._rank, peer, error)
+                    self._closed.wait(pause)
+                    pause = min(2 * pause, LAST_RETRY_S)
+            self._connecting.discard(peer)  # before `add`: the connection may be lost again at once
+            if connection is not None:
+                self.add(peer, *connection)
 
         threading.Thread(target=run, name=f"connect-{self._rank}-{peer}", daemon=True).start()
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from roundelay.comm.gossip.thread import GossipThread
 from roundelay.core.contracts import Membership, Store
+from roundelay.fleet.membership import FAILURES
+from roundelay.fleet.vote import poll_interval
 
 POLL_S = 0.02
 
@@ -64,4 +66,5 @@ class BackgroundGossip:
                 missing = [member for member in missing if self._ranks[member] not in failed]
             if not missing:
                 return [int(text) for text in values.values() if text is not None]
-            self._store.pause(POLL_S, *(keys[member] for member in missing), "failures")
+            # one missing key suffices: with all of them each arrival would wake every rank
+            self._store.pause(max(POLL_S, poll_interval(len(keys))), keys[missing[-1]], FAILURES)

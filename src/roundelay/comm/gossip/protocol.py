@@ -209,6 +209,7 @@ class GossipProtocol:
         """The peer has applied snapshots up to `number`."""
         edge = self.edges[peer]
         edge.progress_at = now
+        self.suspected.discard(peer)
         if number <= edge.acknowledged:
             return []
         edge.acknowledged = number

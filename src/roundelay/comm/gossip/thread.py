@@ -11,24 +11,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from roundelay.comm.gossip.connections import ConnectionSet
+from roundelay.comm.gossip.pair_average import PairAverager, relative_distance
 from roundelay.comm.gossip.protocol import Action, ApplyHalfDifference, Average, Discard, GossipProtocol, Receive, SendSnapshot
+from roundelay.comm.gossip.requests import RequestServer
 from roundelay.comm.gossip.transport import ConnectionClosed, Message, MessageType, PeerConnection, bytes_of
-from roundelay.comm.shared_memory import (
-    AVERAGED,
-    GOSSIPS,
-    ROUNDS,
-    SECONDS_PER_BYTE,
-    SEQUENCE,
-    VERSION,
-    LockTimeout,
-    SharedVector,
-    SharedVectors,
-)
+from roundelay.comm.shared_memory import SECONDS_PER_BYTE
+from roundelay.comm.vectors import AVERAGED, FENCED, GOSSIPS, ROUNDS, SharedVector, SharedVectors
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching
 from roundelay.core.update_log import Op, UpdateLog
@@ -43,8 +37,6 @@ INLINE_LOCK_S, LOCK_S = 0.0005, 0.05
 """Deadlines for a partner's lock: of the training thread, and of the gossip thread (plus SECONDS_PER_BYTE)."""
 DRAIN_S = 10.0
 """At the end, an exchange without progress for this time is given up."""
-DISTANCE_SAMPLE = 4096
-"""Number of elements from which the distance between partners is estimated."""
 METRICS = ("exchanges", "exchange_s", "distance", "skipped")
 
 
@@ -73,6 +65,7 @@ class GossipThread:
         self.protocol: GossipProtocol | None = None
         self.connections = ConnectionSet(self.rank, token, listener, vectors.wakeups(), self._wake)
         self._on_failure, self._known_failures, self._address = on_failure, known_failures, address
+        self._pairs, self._requests = PairAverager(vectors), RequestServer(shared_weights)
         self._mutex = threading.Lock()
         self._steps = self._counted_steps = self._seen_averaged = 0
         self._queued: list[Action] = []
@@ -99,13 +92,17 @@ class GossipThread:
         if not self._thread.is_alive():
             self._thread.start()
 
+    def record(self, update_log: UpdateLog) -> None:
+        """Log all accesses of this thread to shared vectors from now on."""
+        self.update_log = self._pairs.update_log = self._requests.update_log = update_log
+
     def gossip(self, matching: Matching, steps_per_exchange: float) -> None:
         """Begin to exchange by this matching, and connect to the partners that share no memory with this rank."""
         with self._mutex:
             local = [peer for peer in self.vectors.here if peer != self.rank]
             self.protocol = GossipProtocol(self.rank, self.size, matching, steps_per_exchange, local)
-            with self.vectors.lock(self.rank):
-                self.vectors.header(self.rank)[GOSSIPS] = 1
+            with self.vectors.lock(self.rank) as segment:
+                segment.header[GOSSIPS] = 1
         for peer in sorted(self.protocol.edges):
             self._connect(peer)
         self._wake()
@@ -123,7 +120,12 @@ class GossipThread:
         return missing()
 
     def notify_step(self) -> None:
-        """Count one local step, which may start an exchange. Never waits for another thread or rank."""
+        """Count one local step, which may start an exchange. Never waits for another thread or rank.
+
+        Raises the exception that has ended the gossip thread, if there is one.
+        """
+        if self.error is not None:
+            self.raise_if_failed()
         self._steps += 1
         if self._inline and self._mutex.acquire(blocking=False):
             try:
@@ -157,7 +159,7 @@ class GossipThread:
         with self._mutex:
             if self.protocol is not None:
                 self.protocol.stop_initiating()
-                self._queued.clear()
+                self._queued = [action for action in self._queued if not isinstance(action, Average)]
 
     def drain(self) -> None:
         """Block until all exchanges that have begun are complete, or no longer make progress. Call it after stop_initiating."""
@@ -180,6 +182,7 @@ class GossipThread:
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call."""
         now = dict(self._metrics)
+        now["distance"] += self._pairs.distance
         now["exchanges"] = self.exchanges
         now["skipped"] = self.protocol.skipped if self.protocol is not None else 0
         before, self._reported = self._reported, now
@@ -222,9 +225,12 @@ class GossipThread:
     def _advance(self, inline: bool) -> None:
         """Feed the protocol with what has happened in memory, and perform its actions. Call it under the mutex."""
         now = time.monotonic()
+        protocol = self.protocol
+        if protocol is not None and not inline:  # first: the protocol counts on them
+            actions, self._queued = self._queued, []
+            self._perform(actions, inline=False)
         if not inline:
             self._register_added(now)
-        protocol = self.protocol
         if protocol is None:
             return
         header = self.vectors.header(self.rank)
@@ -246,16 +252,25 @@ class GossipThread:
             if peer not in protocol.failed and peer != self.rank and not self.vectors.alive(peer):
                 self._on_failure(peer, "its process has ended")
                 self._perform(protocol.fail(peer, now), False)
-        for peer in set(self._known_failures()) - protocol.failed - {self.rank}:
+        failures = self._known_failures()
+        if self.rank in failures:  # the next step raises; until then this rank averages with no other
+            protocol.stop_initiating()
+        for peer in set(failures) - protocol.failed - {self.rank}:
             self._perform(protocol.fail(peer, now), False)
             if peer in self.connections.partners:
                 self.connections.remove(self.connections.partners[peer])
+            if peer in self.vectors.here:  # it may be suspended, and must not average when it wakes up
+                with suppress(PeerLost):
+                    self.vectors.header(peer)[FENCED] = 1
         for peer, connection in list(self.connections.partners.items()):
             if peer in protocol.edges and protocol.edges[peer].open:
                 if (moved := connection.bytes_moved()) != self._moved.get(peer):
                     self._moved[peer] = moved
                     protocol.progress(peer, now)
                 connection.check_alive(now - protocol.edges[peer].progress_at)
+        for peer, edge in protocol.edges.items():
+            if not edge.connected and peer not in protocol.failed:
+                self._connect(peer)
         return protocol.tick(now)
 
     # -- actions -----------------------------------------------------------------------------------------------------
@@ -270,7 +285,7 @@ class GossipThread:
                 return
             if isinstance(action, Average):
                 began = time.monotonic()
-                rounds = self._average(action.peer, INLINE_LOCK_S if inline else self._lock_s)
+                rounds = self._pairs.average(action.peer, self.protocol.rounds, INLINE_LOCK_S if inline else self._lock_s)
                 now = time.monotonic()
                 if rounds is not None:
                     self._metrics["exchange_s"] += now - began
@@ -288,32 +303,6 @@ class GossipThread:
                 self._apply(action)
             else:
                 self._discard(action)
-
-    def _average(self, peer: int, timeout_s: float) -> int | None:
-        """Average both vectors in shared memory; return the clock of both sides after it, or None if a lock was not free."""
-        protocol, vectors = self.protocol, self.vectors
-        assert protocol is not None
-        first, second = sorted((self.rank, peer))
-        try:
-            with vectors.lock(first, timeout_s), vectors.lock(second, timeout_s):
-                own, other = vectors.header(self.rank), vectors.header(peer)
-                if not other[GOSSIPS]:  # its first assignment would overwrite the average
-                    return None
-                rounds = max(int(own[ROUNDS]), int(other[ROUNDS]), protocol.rounds)
-                a, b = vectors.vector(first), vectors.vector(second)
-                self._measure_distance(a, b)
-                kernels.pair_average(a, b)
-                for header in (own, other):
-                    header[SEQUENCE] += 1
-                    header[VERSION] += 1
-                    header[ROUNDS] = rounds + 1
-                other[AVERAGED] += 1
-                if self.update_log is not None:
-                    self.update_log.append(Op.PAIR_AVERAGE, self.rank, int(own[SEQUENCE]), peer, rounds)
-                    self.update_log.append(Op.PAIR_AVERAGE, peer, int(other[SEQUENCE]), self.rank, rounds)
-        except LockTimeout:
-            return None
-        return rounds + 1
 
     def _send_snapshot(self, action: SendSnapshot) -> None:
         connection = self.connections.partners.get(action.peer)
@@ -344,7 +333,7 @@ class GossipThread:
         own, received = self._snapshots[action.peer]
         assert own is not None
         assert received is not None
-        self._measure_distance(own, received)
+        self._metrics["distance"] += relative_distance(own, received)
         with self.shared_weights.locked():
             number, _ = self.shared_weights.count(writes=1)
             self._log(Op.APPLY_HALF_DIFF, number, action.peer, action.number)
@@ -359,12 +348,6 @@ class GossipThread:
         for tensor in self._snapshots.pop(action.peer, ()):
             if tensor is not None and len(self._free) < 2:
                 self._free.append(tensor)
-
-    def _measure_distance(self, a: Tensor, b: Tensor) -> None:
-        """Add |a - b| / |a| before the exchange to the metrics, estimated from a sample of elements."""
-        stride = max(1, a.numel() // DISTANCE_SAMPLE)
-        x, y = a[::stride], b[::stride]
-        self._metrics["distance"] += float((x - y).norm() / (x.norm() + 1e-12))
 
     def _log(self, op: Op, number: int, actor: int, round: int = -1) -> None:
         if self.update_log is not None:
@@ -427,7 +410,7 @@ class GossipThread:
         """Handle a header, or a message whose payload is complete. Raises ConnectionClosed or ValueError if it is invalid."""
         now, buffer = time.monotonic(), self._awaited.pop(connection, None)
         if connection.peer is None:
-            self._on_request(connection, message, buffer)
+            self._requests.serve(connection, message, buffer, self._awaited)
             return
         protocol = self.protocol
         assert protocol is not None
@@ -440,34 +423,3 @@ class GossipThread:
             self._perform(protocol.acknowledged(connection.peer, message.number, now), False)
         else:
             raise ConnectionClosed(f"unexpected message {message.kind.name}")
-
-    def _on_request(self, connection: PeerConnection, message: Message, payload: Tensor | None) -> None:
-        """Perform a one-sided operation of another rank."""
-        if message.kind is MessageType.GET and not message.bytes:
-            with self.shared_weights.locked():
-                number, version = self.shared_weights.count()
-                self._log(Op.REMOTE_GET, number, connection.client)
-                copy = self.shared_weights.vector.clone()
-            connection.send(MessageType.REPLY, version, bytes_of(copy))
-        elif message.kind is MessageType.ADD and payload is None:
-            buffer = torch.empty_like(self.shared_weights.vector)
-            connection.receive(bytes_of(buffer))
-            self._awaited[connection] = buffer
-        elif message.kind is MessageType.ADD:
-            with self.shared_weights.locked():
-                number, version = self.shared_weights.count(writes=1)
-                self._log(Op.REMOTE_ADD, number, connection.client)
-                assert payload is not None
-                self.shared_weights.vector.add_(payload)
-            connection.send(MessageType.REPLY, version - 1)
-        else:
-            raise ConnectionClosed(f"unexpected message {message.kind.name}")
-
-
-def unreachable(rank: int, peers: list[int], timeout_s: float) -> PeerLost:
-    """Return the error of a rank none of whose partners could be reached."""
-    return PeerLost(
-        f"none of the partners {peers} on other nodes connected within {timeout_s:.0f} s",
-        where=f"rank {rank}",
-        hint="check that the nodes reach each other at the address set by bind_address=…, and that ports are open",
-    )

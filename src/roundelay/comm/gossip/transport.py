@@ -83,10 +83,7 @@ class PeerConnection(Protocol):
         """Whether messages are queued that the transport has not taken yet."""
 
     def send(self, kind: MessageType, number: int, payload: memoryview | None = None) -> None:
-        """Queue a message without blocking. The payload must not change until `sending(payload)` is False."""
-
-    def sending(self, payload: memoryview) -> bool:
-        """Return whether this payload is still needed."""
+        """Queue a message without blocking. The payload must not change before the peer has acknowledged it."""
 
     def read(self) -> Message | None:
         """Read what has arrived, without blocking: return a header, or a message whose payload has become complete.
@@ -150,9 +147,6 @@ class Connection:
             self._outgoing.append(payload)
         with suppress(ConnectionClosed):  # the next read or flush reports it
             self.flush()
-
-    def sending(self, payload: memoryview) -> bool:
-        return any(part.obj is payload.obj for part in self._outgoing)
 
     def flush(self) -> None:
         try:
