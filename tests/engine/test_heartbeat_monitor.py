@@ -48,7 +48,7 @@ def monitor(store: LocalStore, rank: int) -> tuple[HeartbeatMonitor, MemoryEvent
     context: Any = SimpleNamespace(rank=rank, size=2, heartbeats=None, stop_heartbeats=lambda: None, runtime=Steered())
     job = SimpleNamespace(store=store, membership=StoreMembership(store))
     events = MemoryEvents()
-    return HeartbeatMonitor(worker, job, context, events, 60.0, lambda: {"steps": 2, "loss": 0.5, "secret": 1}), events
+    return HeartbeatMonitor(worker, job, context, events, lambda: {"steps": 2, "loss": 0.5, "secret": 1}), events
 
 
 def test_heartbeats_carry_metrics() -> None:
