@@ -257,6 +257,7 @@ class _Connection:
             self._raise_if_lost()
             if end and resumptions < RESUMPTIONS and self._suspended():  # in the pause between two attempts
                 resumptions, began, end = resumptions + 1, time.monotonic(), 0.0
+                self._due = began + attempt_s
             try:
                 if self.sock is None:
                     self.open(max(0.2, min(attempt_s, end - time.monotonic())) if end else attempt_s)
