@@ -287,7 +287,8 @@ def test_a_slow_rank_costs_at_most_one_of_its_batches_at_the_end() -> None:
 
 
 def test_completed_spans_are_read_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks, bytes_read = 5000, []
+    chunks = 6000
+    bytes_read: list[int] = []
     store = LocalStore()
     for rank, first in ((0, 0), (1, 10**11)):
         for chunk in range(chunks):

@@ -252,6 +252,7 @@ class _Connection:
         refused_at: float | None = None
         delay = BACKOFF_S[0]
         began = time.monotonic()
+        self._due = began + attempt_s
         resumptions = 0
         while True:
             self._raise_if_lost()
