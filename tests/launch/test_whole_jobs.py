@@ -39,7 +39,7 @@ def test_a_learner_that_freezes_for_good_is_left_behind_and_killed_at_the_end(jo
 
 
 @pytest.mark.timeout(150)
-def test_an_interrupt_stops_all_learners_together_and_nobody_is_declared_failed(jobs: Jobs) -> None:
+def test_an_interrupt_stops_all_learners_together_and_none_is_declared_failed(jobs: Jobs) -> None:
     job = jobs.train("strategy=adpsgd", "learners=3", "epochs=500", pause_s=0.01)
     job.until(lambda: len(jobs.events(kind="steps")) > 3, "steps")
     learners = job.learners()
@@ -52,7 +52,7 @@ def test_an_interrupt_stops_all_learners_together_and_nobody_is_declared_failed(
 
 
 @pytest.mark.timeout(150)
-def test_a_learner_that_is_interrupted_at_once_holds_up_nobody(jobs: Jobs) -> None:
+def test_a_learner_that_is_interrupted_at_once_holds_up_no_other(jobs: Jobs) -> None:
     job = jobs.train("strategy=adpsgd", "learners=3", "epochs=2", hold_at=4, hold_rank=1, pause_s=0.01)
     victim = held_learner(jobs, job, 1)
     for _ in range(2):  # the first signal asks for a stop after the gradient, in which the learner waits

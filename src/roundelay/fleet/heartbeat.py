@@ -1,8 +1,9 @@
 """Heartbeats: keys with a time to live. A rank whose key has expired in the store is declared failed.
 
 Each beat of a rank makes a constant number of store calls, on a connection of its own: read whether there are new failures and
-whether the job was aborted, renew the own key and, in turn with the other ranks, read all keys. The failures come first: a rank that was suspended for longer than the time to
-live learns that it was declared failed (it is *fenced*) before it publishes or takes anything.
+whether the job was aborted, renew the own key and, in turn with the other ranks, read all keys. The failures come first: a rank
+that was suspended for longer than the time to live learns that it was declared failed (it is *fenced*) before it publishes or
+takes anything.
 
 A missing key means nothing if the store was silent or if this process was suspended: then no rank is declared failed for one
 more time to live, in which live ranks renew their keys.
@@ -175,7 +176,7 @@ class Heartbeats:
                 self.membership.report(self.rank, "interrupted", by=self.rank)
             elif not isinstance(error, PeerLost):
                 if isinstance(error, DataError):
-                    self.store.claim(ABORT, str(error))  # before the report: whoever sees the failure sees the cause
+                    self.store.claim(ABORT, str(error))  # before the report: a rank that sees the failure sees the cause
                 cause = (str(error).splitlines() or [""])[0]
                 self.membership.report(self.rank, f"ended with {type(error).__name__}: {cause}", by=self.rank)
         if self.store is not self._main.store:

@@ -298,7 +298,7 @@ class _ExitCodes:
     def _are_silent(self) -> bool:
         """Return whether all remaining ranks were declared failed, have left or have no heartbeat: they run on without effect.
 
-        Nobody may be left to declare the last ranks failed, so an expired heartbeat counts, too. One store call.
+        There may be no rank left to declare the last ranks failed, so an expired heartbeat counts, too. One store call.
         """
         remaining = [rank for rank in range(self.size) if rank not in self.codes]
         texts = self.membership.store.get_many(

@@ -26,7 +26,7 @@ MAX_PATH = 70
 
 
 class ScratchFolder:
-    """A new folder of mode 700 on the memory file system. Its lock file is locked while its launcher or a forked learner lives."""
+    """A new folder of mode 700 on the memory file system. Its lock file is locked while its launcher or a learner lives."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=_root())
