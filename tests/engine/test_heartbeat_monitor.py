@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roundelay.engine.heartbeat import HeartbeatMonitor
-from roundelay.errors import PeerLost
+from roundelay.errors import DataError, PeerLost
 from roundelay.fleet.membership import StoreMembership
 from roundelay.fleet.store import LocalStore
 
@@ -44,11 +44,12 @@ class Steered:
 
 
 def monitor(store: LocalStore, rank: int) -> tuple[HeartbeatMonitor, MemoryEvents]:
-    worker: Any = SimpleNamespace(phase="compute", phase_since=0.0, k=3)
+    comm = SimpleNamespace(ranks=[0, 1], silent_peers=list)
+    worker: Any = SimpleNamespace(phase="compute", phase_since=0.0, k=3, comm=comm)
     context: Any = SimpleNamespace(rank=rank, size=2, heartbeats=None, stop_heartbeats=lambda: None, runtime=Steered())
     job = SimpleNamespace(store=store, membership=StoreMembership(store))
     events = MemoryEvents()
-    return HeartbeatMonitor(worker, job, context, events, 60.0, lambda: {"steps": 2, "loss": 0.5, "secret": 1}), events
+    return HeartbeatMonitor(worker, job, context, events, lambda: {"steps": 2, "loss": 0.5, "secret": 1}), events
 
 
 def test_heartbeats_carry_metrics() -> None:
@@ -89,6 +90,21 @@ def test_a_rank_declared_failed_raises_at_its_next_step() -> None:
     with pytest.raises(PeerLost, match=r"this rank was declared failed by the other ranks .no heartbeat for 12 s"):
         first.raise_if_fenced()
     assert "watchdog" in [event for event, _ in events.events]
+
+
+def test_a_job_that_another_rank_has_aborted_ends_at_the_next_step() -> None:
+    store = LocalStore()
+    (first, _), (second, _) = monitor(store, 0), monitor(store, 1)
+    for each in (first, second):
+        each.start()
+        each.heartbeat()
+    try:
+        raise DataError("the loss must be finite (got nan)", where="rank 1")
+    except DataError:
+        second.stop()
+    first.heartbeat()
+    with pytest.raises(PeerLost, match=r"another rank stopped the run: the loss must be finite .got nan."):
+        first.raise_if_fenced()
 
 
 def test_leaving_publishes_that_the_rank_has_left_unless_an_error_is_on_its_way() -> None:

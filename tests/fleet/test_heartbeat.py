@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from typing import Any
@@ -13,7 +14,7 @@ from roundelay.errors import DataError, Interrupted, PeerLost
 from roundelay.fleet import store as store_module
 from roundelay.fleet.heartbeat import HEARTBEAT_S, READERS, Heartbeats
 from roundelay.fleet.membership import StoreMembership
-from roundelay.fleet.store import LocalStore
+from roundelay.fleet.store import JobStore, LocalStore, connect_store, serve_store
 
 TTL = 12.0
 MESSAGE = {"phase": "compute", "step": 3}
@@ -64,6 +65,30 @@ def test_a_rank_that_has_left_is_not_declared_failed(monkeypatch: pytest.MonkeyP
     fleet.ranks[2].leave(Interrupted("stopped"))
     fleet.run(60, 0, 1, 2, 3)
     assert fleet.failed == {}
+
+
+def test_an_interrupt_at_any_moment_is_a_failure_because_other_ranks_may_wait_for_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(monkeypatch, 2)
+    fleet.run(20, 0, 1)
+    fleet.ranks[1].leave(KeyboardInterrupt())
+    fleet.run(HEARTBEAT_S, 0)
+    assert fleet.failed == fleet.ranks[0].membership.cached == {1: "interrupted"}
+    assert "left" not in (fleet.store.get("heartbeat/1") or "")
+
+
+def test_bad_data_of_one_rank_ends_the_job_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, 3)
+    fleet.run(20, 0, 1, 2)
+    fleet.ranks[1].leave(DataError("the loss must be finite (got nan)", where="rank 1, step 3"))
+    for rank in (0, 2):
+        fleet.ranks[rank].raise_if_fenced()  # without a store call: known at the next beat
+    fleet.run(HEARTBEAT_S, 0, 2)
+    for rank in (0, 2):
+        with pytest.raises(PeerLost, match=r"another rank stopped the run: the loss must be finite .got nan.") as caught:
+            fleet.ranks[rank].raise_if_fenced()
+        assert caught.value.where == f"rank {rank}"
 
 
 def test_an_error_is_reported_at_once_and_a_lost_peer_by_expiry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,3 +225,45 @@ def test_expiry_with_real_threads_and_clocks() -> None:
     with pytest.raises(PeerLost):
         ranks[2].raise_if_fenced()
     assert json.loads(store.get("failed/2") or "")["by"] in (0, 1)
+
+
+def open_sockets() -> int:
+    return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") for fd in open_descriptors())
+
+
+def open_descriptors() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+
+
+def test_heartbeats_close_their_connections() -> None:
+    server = serve_store("127.0.0.1")
+    store = JobStore(connect_store("127.0.0.1", server.port, 10.0))
+    store.set("key", "1")
+    time.sleep(0.2)
+    before = open_sockets()
+    for rank in range(10):
+        heartbeats = Heartbeats(store, rank, 10)
+        heartbeats.beat(MESSAGE)
+        heartbeats.leave()
+    deadline = time.monotonic() + 10
+    while open_sockets() > before and time.monotonic() < deadline:
+        time.sleep(0.05)  # the server closes its ends
+    assert open_sockets() <= before
+    assert store.get("heartbeat/9") == json.dumps({"left": True})
+    store.close()
+    server.close()
+
+
+def test_a_store_known_to_be_lost_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, 2)
+    fleet.run(20, 0, 1)
+
+    def lost(*_: Any) -> Any:
+        raise PeerLost("the job's store no longer answers")
+
+    for name in ("get_many", "list", "set"):
+        monkeypatch.setattr(fleet.store, name, lost)
+    fleet.store.lost = True  # type: ignore[attr-defined]
+    fleet.run(HEARTBEAT_S, 0)
+    with pytest.raises(PeerLost, match="no longer answers"):
+        fleet.ranks[0].raise_if_fenced()

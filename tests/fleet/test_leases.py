@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter, deque
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from roundelay.engine.sharding import BatchLease, DynamicSharding, ShardPlan, merge_ranges
 from roundelay.errors import PeerLost
-from roundelay.fleet.leases import Lease, subtract_ranges
+from roundelay.fleet.frames import MAX_BYTES
+from roundelay.fleet.leases import DONE_SPANS, Lease, LeaseTable, subtract_ranges
 from roundelay.fleet.store import LocalStore
 
 CALLS = ("set", "get", "get_many", "list", "add", "compare_and_set", "claim")
@@ -282,3 +284,34 @@ def test_a_slow_rank_costs_at_most_one_of_its_batches_at_the_end() -> None:
     times = in_threads(LocalStore(), [fast, fast, slow], total=4 * batches)
     elapsed = max(t[-1] for t in times) - min(t[0] for t in times)
     assert elapsed < batches / (2 / fast + 1 / slow) + slow + 1.0  # a second batch of the slow rank would take 1.2 s more
+
+
+def test_completed_spans_are_read_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = 6000
+    bytes_read: list[int] = []
+    store = LocalStore()
+    for rank, first in ((0, 0), (1, 10**11)):
+        for chunk in range(chunks):
+            start = first + 4 * DONE_SPANS * chunk
+            spans = [[start + 4 * n, start + 4 * n + 2] for n in range(DONE_SPANS)]
+            store.set(f"done/{rank}/{chunk}", json.dumps(spans))
+        store.set(f"lease/{rank}", Lease(chunk=chunks - 1).text())
+    whole = len(json.dumps(store.list("done/")))
+
+    def measured(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            answer = call(*args)
+            bytes_read.append(len(json.dumps(answer)))
+            return answer
+
+        return wrapped
+
+    for name in ("get", "get_many", "list"):
+        monkeypatch.setattr(store, name, measured(getattr(store, name)))
+    table = LeaseTable(store, 0)
+    assert len(table.completed()) == 2 * chunks * DONE_SPANS
+    own = table.completed([0])
+    assert len(own) == chunks * DONE_SPANS
+    assert own[-1] == (4 * DONE_SPANS * chunks - 4, 4 * DONE_SPANS * chunks - 2)
+    assert max(bytes_read) < MAX_BYTES / 4 < MAX_BYTES < whole
+    assert table.completed([7]) == []

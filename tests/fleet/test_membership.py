@@ -9,8 +9,9 @@ import time
 import pytest
 
 from roundelay.errors import PeerLost
+from roundelay.fleet import store as store_module
 from roundelay.fleet.membership import FAILURES, StoreMembership, failed_key
-from roundelay.fleet.store import LocalStore
+from roundelay.fleet.store import LocalStore, wait_for_key
 
 
 class CountedStore(LocalStore):
@@ -91,16 +92,47 @@ def test_without_a_report_the_cause_is_in_the_explanation() -> None:
     assert error.where == "rank 1: reset"
 
 
-def test_a_blocked_call_ends_when_an_awaited_rank_fails() -> None:
-    membership, blocked = StoreMembership(LocalStore()), threading.Event()
-    timer = threading.Timer(0.05, membership.report, (1, "killed"))
+def test_reports_are_read_again_only_after_a_new_one() -> None:
+    store = CountedStore()
+    membership, other = StoreMembership(store), StoreMembership(LocalStore())
+    assert other.refresh() == membership.refresh() == {}
+    for rank in (3, 1):
+        membership.report(rank, f"killed {rank}")
+        store.calls.clear()
+        assert membership.refresh()[rank] == f"killed {rank}"
+        assert store.calls == ["get_many", "list"]
+        store.calls.clear()
+        assert set(membership.refresh()) >= {rank}
+        assert store.calls == ["get_many"]
+    assert membership.cached == {3: "killed 3", 1: "killed 1"}
+    assert membership.abort == ""
+    store.set("abort", "bad data")
+    membership.refresh()
+    assert membership.abort == "bad data"
+
+
+def test_a_wait_for_a_key_ends_when_an_awaited_rank_fails() -> None:
+    store = LocalStore()
+    timer = threading.Timer(0.1, StoreMembership(store).report, (2, "killed"))
     timer.start()
     began = time.monotonic()
-    with pytest.raises(PeerLost, match=r"rank 1 \(killed\) was lost"):
-        membership.run_unless_failed(lambda: blocked.wait(20), [0, 1], 0, "connecting", poll_s=0.02)
-    assert time.monotonic() - began < 10
-    blocked.set()
+    with pytest.raises(PeerLost, match=r"rank 2 \(killed\) was lost"):
+        wait_for_key(store, "key", 60.0, 0, awaited=[1, 2])
+    assert time.monotonic() - began < 20
     timer.join()
-    assert membership.run_unless_failed(lambda: 5, [0, 2], 0, "connecting") == 5
-    with pytest.raises(ZeroDivisionError):
-        membership.run_unless_failed(lambda: 1 // 0, [0, 2], 0, "connecting")
+
+
+def test_a_wait_for_a_key_ends_some_time_after_any_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "EXPLAIN_S", 0.5)
+    store = LocalStore()
+    StoreMembership(store).report(2, "killed")
+    timer = threading.Timer(0.1, store.set, ("key", "5"))
+    timer.start()
+    assert wait_for_key(store, "key", 60.0, 0) == "5", "the failed rank was not needed"
+    timer.join()
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match=r"rank 2 \(killed\) was lost"):
+        wait_for_key(store, "other", 60.0, 0)
+    assert 0.5 < time.monotonic() - began < 20
+    with pytest.raises(PeerLost, match="did not set 'other' in the store within 0 s"):
+        wait_for_key(store, "other", 0.01, 0, awaited=[1])

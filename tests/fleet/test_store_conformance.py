@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from roundelay.errors import PeerLost
+from roundelay.fleet import store_client
 from roundelay.fleet.store import JobStore, LocalStore, connect_store, serve_store, serve_store_locally
 from roundelay.fleet.store_client import parse_address
 from roundelay.simulate.event_loop import EventLoop
@@ -376,3 +377,101 @@ def test_another_server_at_the_same_address_is_not_the_same_store() -> None:
     with pytest.raises(PeerLost, match="another server"):
         store.get("key")
     other.close()
+
+
+@pytest.mark.dist
+def test_a_lost_server_costs_one_time_out_for_all_calls_threads_and_clones(start_server: Any) -> None:
+    process, address = start_server()
+    store = connect(address)
+    store.client.timeout_s = 3.0
+    other = store.clone().under("job/")
+    other.client.timeout_s = 60.0
+    other.set("key", "1")
+    waiting = threading.Thread(target=lambda: errors.append(raised(lambda: other.get("key"))))
+    errors: list[BaseException | None] = []
+    process.send_signal(signal.SIGSTOP)
+    waiting.start()
+    assert isinstance(raised(lambda: store.get("key")), PeerLost)
+    assert store.lost
+    assert other.lost
+    began = time.monotonic()
+    waiting.join(20)
+    assert [type(error) for error in errors] == [PeerLost], "a call under way ends, too"
+    for each in (store, other, store.clone()):
+        assert "no longer answers" in str(raised(lambda each=each: each.add("left", 1)))
+    assert time.monotonic() - began < 2.0
+    assert not connect_store_lost(process, address)
+
+
+def connect_store_lost(process: Any, address: str) -> bool:
+    """Return whether a new client of the server, which runs again, finds it lost."""
+    process.send_signal(signal.SIGCONT)
+    fresh = connect(address)
+    fresh.set("key", "2")
+    return fresh.lost
+
+
+def raised(call: Callable[[], Any]) -> BaseException | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+SUSPENDED_CLIENT = """
+import sys, time
+from roundelay.fleet.store import JobStore, connect_store
+from roundelay.fleet.store_client import parse_address
+store = JobStore(connect_store(*parse_address(sys.argv[1]), 10.0))
+store.client.timeout_s = 1.0
+store.set("ready", "1")
+for number in range(12):
+    store.pause(0.2, "never")
+    store.set("number", str(number))
+print("lost" if store.lost else "alive")
+"""
+
+
+@pytest.mark.dist
+def test_a_client_that_was_suspended_does_not_take_the_server_for_lost(servers: dict[str, str]) -> None:
+    store = connect(servers["tcp"])
+    client = subprocess.Popen([sys.executable, "-c", SUSPENDED_CLIENT, servers["tcp"]], stdout=subprocess.PIPE, text=True)
+    try:
+        assert store.wait(60.0, "ready", "number")
+        client.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)
+        client.send_signal(signal.SIGCONT)
+        assert client.communicate(timeout=60)[0].strip() == "alive"
+        assert store.get("number") == "11"
+    finally:
+        client.kill()
+
+
+def test_time_in_which_the_client_was_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pause between two attempts takes an hour, and the server answers only the fourth attempt."""
+    server = serve_store("127.0.0.1")
+    store = connect(f"127.0.0.1:{server.port}")
+    store.set("key", "1")
+    store.close()
+    attempts, late = [0], [0.0]
+    opened, slept, clock = store_client._Connection.open, time.sleep, time.monotonic
+
+    def refuse(self: Any, timeout_s: float) -> None:
+        attempts[0] += 1
+        if attempts[0] < 4:
+            raise ConnectionResetError("reset")
+        assert timeout_s > 1.0, "a full attempt after the process has resumed"
+        opened(self, timeout_s)
+
+    def suspend(seconds: float) -> None:
+        slept(min(seconds, 0.05))
+        late[0] += 3600.0
+
+    monkeypatch.setattr(store_client._Connection, "open", refuse)
+    monkeypatch.setattr(store_client.time, "sleep", suspend)
+    monkeypatch.setattr(store_client.time, "monotonic", lambda: clock() + late[0])
+    assert store.get("key") == "1"
+    monkeypatch.undo()
+    store.close()
+    server.close()

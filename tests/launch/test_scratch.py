@@ -19,7 +19,7 @@ folder = ScratchFolder()
 read_end, write_end = os.pipe()
 if os.fork() == 0:
     os.close(write_end)
-    os.environ |= {"ROUNDELAY_SHM": folder.path, "ROUNDELAY_LAUNCHER": str(os.getppid())}
+    os.environ |= {"ROUNDELAY_FOLDER": folder.path, "ROUNDELAY_LAUNCHER": str(os.getppid())}
     os.read(read_end, 1)  # until the launcher has died
     if sys.argv[1] == "cleans":
         for _ in range(200):

@@ -54,7 +54,8 @@ def store_sleep(store: Store, *keys: str) -> Callable[[float], None]:
 def role_holder(store: Store, name: str, candidate: int, failed: Callable[[], Collection[int]]) -> int:
     """Return the rank that holds a role of the job; `candidate`, a live rank, gets it if it is free or its holder has failed.
 
-    The n-th holder is the value of the key `name/n`, claimed once, so all callers agree. Does not block.
+    The n-th holder is the value of the key `name/n`, claimed once, so all callers agree. At most one store call per holder that
+    has failed, and one more.
     """
     number = 0
     while True:

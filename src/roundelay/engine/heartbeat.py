@@ -34,9 +34,8 @@ logger = logging.getLogger(__name__)
 class HeartbeatMonitor:
     """Publish and check heartbeats in a background thread of the runtime. It never touches weights or gradients.
 
-    latest      returns the rank's latest metrics
-    failed      ranks reported as failed so far, with the reason
-    on_fenced   called once, on the heartbeat thread, if the other ranks have declared this rank failed
+    latest   returns the rank's latest metrics
+    failed   ranks reported as failed so far, with the reason
     """
 
     def __init__(
@@ -45,15 +44,12 @@ class HeartbeatMonitor:
         job: Any,
         context: DistributedContext,
         events: EventWriter,
-        timeout_s: float,
         latest: Callable[[], dict[str, Any]] = dict,
         failure_s: float = FAILURE_S,
-        on_fenced: Callable[[str], None] | None = None,
     ) -> None:
-        self.worker, self.job, self.context, self.events, self.timeout_s = worker, job, context, events, timeout_s
+        self.worker, self.job, self.context, self.events = worker, job, context, events
         self.latest = latest
         self.failed: dict[int, str] = {}
-        self._on_fenced = on_fenced
         self._heartbeats = context.heartbeats or Heartbeats(
             job.store, context.rank, context.size, failure_s, membership=job.membership
         )
@@ -78,7 +74,10 @@ class HeartbeatMonitor:
             self._heartbeats.leave(sys.exc_info()[1])
 
     def raise_if_fenced(self) -> None:
-        """Raise PeerLost if this rank was declared failed or the store is lost. Call it before each step; it is cheap."""
+        """Raise PeerLost if this rank was declared failed, a rank has aborted the job or the store is lost.
+
+        Call it before each step; it is cheap.
+        """
         if self._stop is not None:
             self._heartbeats.raise_if_fenced()
 
@@ -128,8 +127,6 @@ class HeartbeatMonitor:
     def _note_fence(self, reason: str) -> None:
         self.events.write("watchdog", error=f"this rank was declared failed: {reason}")
         logger.warning("this rank was declared failed by the other ranks: %s", reason)
-        if self._on_fenced is not None:
-            self._on_fenced(reason)
 
     def _live_ranks(self) -> set[int]:
         return set(range(self.context.size)) - set(self.failed)

@@ -93,7 +93,7 @@ class Learner:
         self.events = events or context.runtime.events(None, context.rank)
         self.recorder = MetricsRecorder(self.worker, self.job, self.events, options.log_every_s, context.runtime)
         self.watchdog = HeartbeatMonitor(
-            self.worker, self.job, context, self.events, options.timeout_s, lambda: self.recorder.latest, options.failure_s
+            self.worker, self.job, context, self.events, lambda: self.recorder.latest, options.failure_s
         )
         self.sharding: StaticSharding | DynamicSharding | None = None
         self.completed: list[Span] = []

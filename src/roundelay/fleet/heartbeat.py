@@ -1,8 +1,9 @@
 """Heartbeats: keys with a time to live. A rank whose key has expired in the store is declared failed.
 
-Each beat of a rank makes a constant number of store calls, on a connection of its own: read the failures, renew the own key
-and, in turn with the other ranks, read all keys. The failures come first: a rank that was suspended for longer than the time to
-live learns that it was declared failed (it is *fenced*) before it publishes or takes anything.
+Each beat of a rank makes a constant number of store calls, on a connection of its own: read whether there are new failures and
+whether the job was aborted, renew the own key and, in turn with the other ranks, read all keys. The failures come first: a rank
+that was suspended for longer than the time to live learns that it was declared failed (it is *fenced*) before it publishes or
+takes anything.
 
 A missing key means nothing if the store was silent or if this process was suspended: then no rank is declared failed for one
 more time to live, in which live ranks renew their keys.
@@ -17,8 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 from roundelay.core.contracts import Store
-from roundelay.errors import Interrupted, PeerLost, RoundelayError
-from roundelay.fleet.membership import FIRST_INCARNATION, StoreMembership
+from roundelay.errors import DataError, Interrupted, PeerLost, RoundelayError
+from roundelay.fleet.membership import ABORT, FIRST_INCARNATION, StoreMembership
 
 HEARTBEAT_S = 0.5
 """Interval between two heartbeats of a rank."""
@@ -72,19 +73,20 @@ class Heartbeats:
     def beat(self, message: dict[str, Any]) -> None:
         """Publish one heartbeat and report the ranks whose heartbeats have expired. Three store calls, or two.
 
-        Does not raise if the store fails: the error is kept for `raise_if_fenced` once it has lasted as long as a time to live.
+        Does not raise if the store fails: the error is kept for `raise_if_fenced` once it has lasted as long as a time to live,
+        or at once if the server is known to be lost.
         """
         if self._left or self.fenced:
             return
         try:
             self._beat(message)
         except RoundelayError as error:
-            if self._clock() - self._good_at > self.failure_s:
+            if getattr(self.store, "lost", False) or self._clock() - self._good_at > self.failure_s:
                 self._error = error
 
     def _beat(self, message: dict[str, Any]) -> None:
         began = self._clock()
-        self.membership.failed_ranks()
+        self.membership.refresh()
         if self._note_fence():
             return
         self.store.set(self.key, json.dumps(message), self.failure_s)
@@ -129,16 +131,24 @@ class Heartbeats:
         return bool(self.fenced)
 
     def raise_if_fenced(self) -> None:
-        """Raise PeerLost if this rank was declared failed, or if the store is lost. Call it before taking new work.
+        """Raise PeerLost if this rank was declared failed, a rank has aborted the job, or the store is lost.
+
+        Call it before taking new work.
 
         Without a store call, unless the last beat is older than the time to live: then the failures are read at once, because
         this process may have been suspended and its heartbeat thread may not have run yet.
         """
+        if not self.fenced and self._error is not None:
+            raise self._error
         if not self.fenced and self._clock() - self._good_at > self.failure_s:
-            if self._error is not None:
-                raise self._error
-            self._main.failed_ranks()
+            self._main.refresh()
             self._note_fence()
+        if abort := self._main.abort:
+            raise PeerLost(
+                f"another rank stopped the run: {abort.splitlines()[0]}",
+                where=f"rank {self.rank}",
+                hint="see the message of that rank",
+            )
         if self.fenced:
             raise PeerLost(
                 f"this rank was declared failed by the other ranks ({self.fenced}); it leaves, and its work is done by them",
@@ -149,8 +159,10 @@ class Heartbeats:
     def leave(self, error: BaseException | None = None) -> None:
         """Stop publishing. Call it once no other thread beats; a second call does nothing. Does not raise if the store is lost.
 
-        Without an error, or after an interrupt, publish that this rank has left: its silence is no failure. After an error of
-        its own, report this rank as failed. After the failure of a peer publish nothing: the heartbeat expires.
+        Without an error, publish that this rank has left: its silence is no failure. The same after `Interrupted`, which is
+        raised when all ranks have stopped together and have finished. After an error of its own, or a KeyboardInterrupt at any
+        moment, report this rank as failed: the other ranks may wait for it, and it may own leases. A DataError aborts the job
+        on all ranks. After the failure of a peer publish nothing: the heartbeat expires.
         """
         if self._left:
             return
@@ -158,9 +170,13 @@ class Heartbeats:
         with suppress(RoundelayError):
             if self.fenced or self._error is not None:
                 pass
-            elif error is None or isinstance(error, Interrupted | KeyboardInterrupt):
+            elif error is None or isinstance(error, Interrupted):
                 self.store.set(self.key, json.dumps({"left": True}))
+            elif isinstance(error, KeyboardInterrupt):
+                self.membership.report(self.rank, "interrupted", by=self.rank)
             elif not isinstance(error, PeerLost):
+                if isinstance(error, DataError):
+                    self.store.claim(ABORT, str(error))  # before the report: a rank that sees the failure sees the cause
                 cause = (str(error).splitlines() or [""])[0]
                 self.membership.report(self.rank, f"ended with {type(error).__name__}: {cause}", by=self.rank)
         if self.store is not self._main.store:

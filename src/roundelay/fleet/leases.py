@@ -11,6 +11,9 @@ change, so conflicts are rare. The counter alone is advanced with `add`: all ran
 on it would be repeated once per concurrent claim, which is not linear in the number of ranks. A rank that dies between the
 counter and its lease leaves a gap that no lease covers. `recover_gaps` returns it when all live ranks have run out of work.
 
+A compare-and-set is repeated without a limit of its own: each conflict means that another rank has made progress, each call
+has the deadline of the store, and a rank that was declared failed gets PeerLost.
+
 The giver-back of a failed rank's spans marks its lease as fenced. All later writes of that rank conflict and raise PeerLost.
 """
 
@@ -29,6 +32,8 @@ from roundelay.errors import PeerLost
 Span = tuple[int, int]
 CLAIMED, RETURNED, STOP, READY = "claimed", "returned", "stop-total", "sharding-ready"
 DONE_SPANS = 64
+PAGE = 1000
+"""Keys of completed spans that are read in one store call: about 2 MB, far below the longest message of the store."""
 SMOOTHING = 0.3
 """Weight of the newest value in the running mean of a duration."""
 
@@ -274,10 +279,18 @@ class LeaseTable:
             return True
 
     def completed(self, ranks: Collection[int] | None = None) -> list[Span]:
-        """Return the spans that some ranks, or all, have completed, merged."""
-        texts = [
-            text
-            for key, text in self._timed(self.store.list, "done/").items()
-            if ranks is None or int(key.split("/")[1]) in ranks
+        """Return the spans that some ranks, or all, have completed, merged. One store call and one per PAGE keys."""
+        if ranks is None:
+            leases = self._timed(self.store.list, "lease/")
+        else:
+            leases = self._timed(self.store.get_many, [f"lease/{rank}" for rank in ranks])
+        keys = [
+            f"done/{key.removeprefix('lease/')}/{chunk}"
+            for key, text in leases.items()
+            for chunk in range(Lease.parse(text).chunk + 1)
         ]
-        return merge_ranges(span for text in texts for span in parse_spans(json.loads(text)))
+        spans: list[Span] = []
+        for start in range(0, len(keys), PAGE):
+            texts = self._timed(self.store.get_many, keys[start : start + PAGE])
+            spans = merge_ranges([*spans, *(s for text in texts.values() if text for s in parse_spans(json.loads(text)))])
+        return spans

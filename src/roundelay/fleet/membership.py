@@ -7,20 +7,19 @@ written by one atomic operation of the store: a reporter that dies has reported 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from roundelay.core.contracts import Store
 from roundelay.core.wait import wait_until
 from roundelay.errors import PeerLost
 
-T = TypeVar("T")
-
 FAILURES = "failures"
 """Key that every report of a failure writes: waiting ranks poll this key only and read the reports when it changes."""
 FAILED = "failed/"
+ABORT = "abort"
+"""Key with the error that ends the job on all ranks, whatever the strategy survives: bad data or a non-finite number."""
 FIRST_INCARNATION = 1
 EXPLAIN_S = 8.0
 """How long to wait for the report of a failure after a collective has failed."""
@@ -37,6 +36,9 @@ class _Reports:
     def __init__(self) -> None:
         self.failed: dict[int, str] = {}
         self.incarnations: dict[int, int] = {}
+        self.newest: str | None = None
+        """Value of FAILURES before the reports were read last."""
+        self.abort = ""
 
 
 _reports_of: WeakKeyDictionary[Any, _Reports] = WeakKeyDictionary()
@@ -67,7 +69,8 @@ class StoreMembership:
     ) -> bool:
         """Report a member as failed; return whether it is recorded now. The first report of a member is kept.
 
-        One atomic store operation, repeated only if an earlier incarnation had been reported. With `if_missing` nothing is
+        One atomic store operation, repeated only if an earlier incarnation had been reported: at most once per incarnation, and
+        each call has the deadline of the store. With `if_missing` nothing is
         recorded if that key exists: the heartbeat of a member that has come back.
         """
         key, previous = failed_key(rank), None
@@ -89,6 +92,23 @@ class StoreMembership:
         self._reports.incarnations = {rank: note["incarnation"] for rank, note in notes.items()}
         self._reports.failed = {rank: note["reason"] for rank, note in notes.items()}
         return self._reports.failed
+
+    def refresh(self) -> dict[int, str]:
+        """Read whether the job was aborted, and new failures; return the failed ranks. One store call; two after a failure.
+
+        FAILURES has another value after each report, because each member is recorded once.
+        """
+        texts = self.store.get_many([FAILURES, ABORT])
+        self._reports.abort = texts[ABORT] or ""
+        if texts[FAILURES] != self._reports.newest:
+            self.failed_ranks()
+            self._reports.newest = texts[FAILURES]
+        return self._reports.failed
+
+    @property
+    def abort(self) -> str:
+        """The error that ends the job on all ranks, as read last by `refresh`, or "". No store call."""
+        return self._reports.abort
 
     @property
     def cached(self) -> dict[int, str]:
@@ -123,30 +143,3 @@ class StoreMembership:
             where=f"rank {rank}: {str(error).splitlines()[0]}",
             hint="look at the logs of the ranks that are silent; start again with resume=auto",
         )
-
-    def run_unless_failed(self, call: Callable[[], T], ranks: Sequence[int], rank: int, doing: str, poll_s: float = 0.1) -> T:
-        """Run a call that blocks on `ranks` and cannot be interrupted, in a thread; return its result or raise its error.
-
-        Raises PeerLost as soon as one of the ranks has failed; the thread is then abandoned.
-        """
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(call())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name=doing, daemon=True)
-        thread.start()
-        thread.join(poll_s)
-        while thread.is_alive():
-            if (lost := self.error(ranks, rank, doing)) is not None:
-                thread.join(poll_s)  # the call itself may have ended meanwhile
-                if thread.is_alive():
-                    raise lost
-            thread.join(poll_s)
-        if errors:
-            raise errors[0]
-        return results[0]

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from roundelay.core.contracts import Store
-from roundelay.core.wait import wait_until
+from roundelay.core.wait import store_sleep, wait_until
 from roundelay.errors import PeerLost
 from roundelay.fleet.embedded_store import EmbeddedStore, serve_store, serve_store_locally
+from roundelay.fleet.membership import EXPLAIN_S, FAILURES, StoreMembership
 from roundelay.fleet.store_client import StoreClient, connect_store
 from roundelay.fleet.table import Table
 
 V = TypeVar("V")
+
+KEY_POLL_S = 0.5
+"""Longest time between two looks at a key that the store is watching."""
 
 __all__ = [
     "EmbeddedStore",
@@ -153,8 +157,17 @@ class JobStore:
         return JobStore(self.client, self.prefix + prefix)
 
     def clone(self) -> JobStore:
-        """Return the same store on connections of its own, for example for heartbeats."""
+        """Return the same store on connections of its own, for example for heartbeats. Close it after use."""
         return JobStore(self.client.clone(), self.prefix)
+
+    def close(self) -> None:
+        """Close the connections, which stores made with `under` share. Later calls open new ones."""
+        self.client.close()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the server is known to be lost: every call raises PeerLost at once. No store call."""
+        return self.client.lost
 
     def _with_prefix(self, values: Mapping[str, str | None]) -> dict[str, str | None]:
         return {self.prefix + key: value for key, value in values.items()}
@@ -163,21 +176,52 @@ class JobStore:
         return {key[len(self.prefix) :]: value for key, value in values.items()}
 
 
-def wait_for_key(store: Store, key: str, timeout_s: float, rank: int, accept: Callable[[str], bool] = bool) -> str:
-    """Block until the key has a value that `accept` accepts, and return it. Raises PeerLost after `timeout_s`."""
+def wait_for_key(
+    store: Store,
+    key: str,
+    timeout_s: float,
+    rank: int,
+    accept: Callable[[str], bool] = bool,
+    *,
+    awaited: Collection[int] | None = None,
+) -> str:
+    """Block until the key has a value that `accept` accepts, and return it. Raises PeerLost after `timeout_s`.
+
+    `awaited`: ranks of the job that must live for the key to be set; the failure of one of them ends the wait at once. Without
+    it the wait ends EXPLAIN_S after the first failure of any rank is seen: the failed rank may be one that is not needed.
+    """
+    membership = StoreMembership(store)
+    failed: dict[int, str] = {}
+    limit: list[float] = []
 
     def value() -> str | None:
-        text = store.get(key)
+        texts = store.get_many([key, FAILURES])
+        if texts[FAILURES] is not None:
+            failed.update(membership.failed_ranks())
+            limit[:] = limit or [time.monotonic() + min(EXPLAIN_S, timeout_s)]
+        text = texts[key]
         return text if text is not None and accept(text) else None
+
+    def failures() -> Collection[int]:
+        return failed if awaited is not None or (limit and time.monotonic() > limit[0]) else ()
+
+    def error() -> PeerLost:
+        lost = {r: why for r, why in failed.items() if r != rank and (awaited is None or r in awaited)}
+        listed = ", ".join(f"rank {r} ({why})" for r, why in sorted(lost.items()))
+        return PeerLost(
+            f"{listed} was lost" if lost else f"the other ranks did not set '{key}' in the store within {timeout_s:.0f} s",
+            where=f"rank {rank}, waiting for '{key}'" if lost else f"rank {rank}",
+            hint="look at the logs of the other ranks; raise timeout_s if they start slowly",
+        )
 
     text = wait_until(
         value,
         timeout_s,
-        lambda: PeerLost(
-            f"the other ranks did not set '{key}' in the store within {timeout_s:.0f} s",
-            where=f"rank {rank}",
-            hint="look at the logs of the other ranks; raise timeout_s if they start slowly",
-        ),
+        error,
+        failures=failures,
+        awaited=awaited,
+        poll_s=KEY_POLL_S,
+        sleep=store_sleep(store, key, FAILURES),
     )
     assert text is not None
     return text

@@ -3,6 +3,9 @@
 A call takes an idle connection from a pool, or opens one, so that no thread waits behind another one's long wait. Every
 connection has a session and numbers its requests. After a lost connection the request is sent again under the same session
 and number, and the server does not apply it twice.
+
+Once a call has found that the server is lost, all calls of the client and of its clones raise at once, those under way too: the
+process ends after one time-out, not after one per call. Time in which this process was suspended does not count.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from roundelay.errors import PeerLost, UsageError
@@ -26,6 +30,10 @@ PATIENCE_S = 8.0
 """Time to reconnect after the connection was closed or reset."""
 REFUSED_S = 3.0
 """A machine that refuses connections for this long no longer runs the server."""
+SUSPENDED_S = 1.0
+"""A time-out that is noticed this much late means that this process was suspended."""
+RESUMPTIONS = 3
+"""How often one request starts its time again after a suspension; more means that this process gets no processor."""
 WAIT_S = 2.0
 """Longest wait of one request at the server; longer waits are several requests."""
 BACKOFF_S = (0.02, 0.5)
@@ -46,6 +54,34 @@ def parse_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+class _Loss:
+    """What a client and its clones know about the loss of their server, and the connections that end with it."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._sockets: set[socket.socket] = set()
+
+    def add(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._process != os.getpid():  # forked: the connections belong to the parent
+                self._process, self._sockets = os.getpid(), set()
+            self._sockets.add(sock)
+
+    def discard(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(sock)
+
+    def declare(self, reason: str) -> None:
+        """The server is lost: end the calls that are under way in other threads."""
+        with self._lock:
+            self.reason = self.reason or reason
+            for sock in self._sockets if self._process == os.getpid() else ():
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
 class StoreClient:
     """Connections to one server. Any thread may call any method. All methods raise PeerLost if the server is lost."""
 
@@ -57,9 +93,15 @@ class StoreClient:
         self.server = ""
         """Identity of the server, known after the first connection."""
         self.endpoint: tuple[int, Any] | None = None
+        self.loss = _Loss()
         self._process = os.getpid()
         self._idle: list[_Connection] = []
         self._thread = threading.local()
+
+    @property
+    def lost(self) -> bool:
+        """Whether a call of this client, or of a clone, has found that the server is lost."""
+        return bool(self.loss.reason)
 
     def connect(self, timeout_s: float) -> None:
         """Connect for the first time. Raises PeerLost after `timeout_s`."""
@@ -86,7 +128,7 @@ class StoreClient:
     def clone(self) -> StoreClient:
         """Return a client with connections of its own, which share no queue with those of this one."""
         other = StoreClient(self.address, self.timeout_s)
-        other.server, other.endpoint = self.server, self.endpoint
+        other.server, other.endpoint, other.loss = self.server, self.endpoint, self.loss
         return other
 
     def close(self) -> None:
@@ -140,6 +182,8 @@ class _Connection:
         self._session = secrets.token_hex(8)
         self._number = 0
         self._buffer = bytearray()
+        self._due = 0.0
+        """When the blocking call that is under way ends at the latest, unless this process is suspended."""
 
     def open(self, timeout_s: float) -> None:
         """Connect and shake hands. Raises OSError or FrameError."""
@@ -151,17 +195,31 @@ class _Connection:
                 resolved = socket.getaddrinfo(client.host, client.port, type=socket.SOCK_STREAM)[0]
                 client.endpoint = (resolved[0], resolved[4])
         sock = socket.socket(client.endpoint[0])
+        client.loss.add(sock)
         try:
-            sock.settimeout(timeout_s)
+            self._limit(sock, timeout_s)
             if not client.local:
                 set_tcp_options(sock)
+            if client.lost:
+                raise ConnectionAbortedError(client.loss.reason)
             sock.connect(client.endpoint[1])
+            self._limit(sock, timeout_s)
             self._buffer.clear()
             self._handshake(sock)
         except BaseException:
+            client.loss.discard(sock)
             sock.close()
             raise
         self.sock = sock
+
+    def _limit(self, sock: socket.socket, timeout_s: float) -> None:
+        """Set the longest time of each of the next blocking calls."""
+        sock.settimeout(timeout_s)
+        self._due = time.monotonic() + timeout_s
+
+    def _suspended(self) -> bool:
+        """Return whether this process was suspended in its latest blocking call."""
+        return time.monotonic() > self._due + SUSPENDED_S
 
     def _handshake(self, sock: socket.socket) -> None:
         """Send the first message and check the answer. Authentication belongs here."""
@@ -179,6 +237,7 @@ class _Connection:
             if not chunk:
                 raise ConnectionResetError("connection closed by the server")
             self._buffer += chunk
+            self._due = time.monotonic() + (sock.gettimeout() or 0.0)
         return message
 
     def request(self, operation: str, arguments: tuple[Any, ...], wait_s: float) -> list[Any]:
@@ -193,20 +252,30 @@ class _Connection:
         refused_at: float | None = None
         delay = BACKOFF_S[0]
         began = time.monotonic()
+        self._due = began + attempt_s
+        resumptions = 0
         while True:
+            self._raise_if_lost()
+            if end and resumptions < RESUMPTIONS and self._suspended():  # in the pause between two attempts
+                resumptions, began, end = resumptions + 1, time.monotonic(), 0.0
+                self._due = began + attempt_s
             try:
                 if self.sock is None:
                     self.open(max(0.2, min(attempt_s, end - time.monotonic())) if end else attempt_s)
                 assert self.sock is not None
-                self.sock.settimeout(attempt_s + wait_s)
+                self._limit(self.sock, attempt_s + wait_s)
                 self.sock.sendall(frame)
+                self._limit(self.sock, attempt_s + wait_s)
                 reply = self._receive(self.sock)
                 if reply[0] != self._number or len(reply) < 3:
                     raise FrameError("a reply to another request")
                 return reply
             except (OSError, FrameError) as error:
                 self.close()
+                self._raise_if_lost()
                 now = time.monotonic()
+                if resumptions < RESUMPTIONS and self._suspended():
+                    resumptions, began, end, refused_at, delay = resumptions + 1, now, 0.0, None, BACKOFF_S[0]
                 end = end or min(max(began + self.client.timeout_s + wait_s, now + attempt_s), now + PATIENCE_S)
                 if isinstance(error, ConnectionRefusedError | FileNotFoundError):
                     refused_at = refused_at or now
@@ -216,18 +285,29 @@ class _Connection:
                     refused_at = None
                 if now + delay > end:
                     self.client_lost(str(error))
+                self._due = now + delay
                 time.sleep(delay)
                 delay = min(2 * delay, BACKOFF_S[1])
 
     def client_lost(self, reason: str) -> NoReturn:
-        raise PeerLost(
+        """The server is lost: note it for all later calls, and raise PeerLost."""
+        self.client.loss.declare(reason)
+        raise self._lost_error()
+
+    def _raise_if_lost(self) -> None:
+        if self.client.lost:
+            raise self._lost_error()
+
+    def _lost_error(self) -> PeerLost:
+        return PeerLost(
             "the job's store no longer answers",
-            where=f"{self.client.address}: {reason}",
+            where=f"{self.client.address}: {self.client.loss.reason}",
             hint="the process that started the job has ended or cannot be reached; start again with resume=auto",
         )
 
     def close(self) -> None:
         if self.sock is not None:
+            self.client.loss.discard(self.sock)
             self.sock.close()
             self.sock = None
 

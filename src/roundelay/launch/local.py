@@ -25,7 +25,8 @@ import torch
 from roundelay.core.files import digest
 from roundelay.core.interrupts import block_signals, discard_pending_signals, exit_code_of
 from roundelay.errors import Interrupted, PeerLost, UsageError
-from roundelay.fleet.membership import StoreMembership
+from roundelay.fleet.heartbeat import HEARTBEAT
+from roundelay.fleet.membership import StoreMembership, failed_key
 from roundelay.fleet.store import EmbeddedStore, JobStore, connect_store, serve_store, serve_store_locally
 from roundelay.fleet.store_client import parse_address
 from roundelay.launch.rendezvous import STORE_VARIABLE
@@ -34,8 +35,11 @@ from roundelay.launch.scratch import ScratchFolder, remove_if_orphaned, remove_s
 GRACE_S = 9.0
 """Seconds the remaining ranks of a synchronous strategy have to exit after a failure, before they are killed.
 
-The same holds for all strategies while a rank has not started to train: it may wait in a collective for the failed rank.
+The same holds for all strategies while a rank has not started to train: it may wait in a collective for the failed rank, and
+once only ranks remain that have failed, have left or are silent.
 """
+LOOK_S = 0.5
+"""Interval at which the launcher looks whether the remaining ranks live, once a rank has exited."""
 STARTED = "started"
 """Key of the store, with the rank behind a slash, that a learner sets when it starts to train."""
 MODEL_WRITTEN = "model-written"
@@ -117,6 +121,7 @@ def _run_learners(
     )
     children: list[Child] = []
     server: EmbeddedStore | None = None
+    store: JobStore | None = None
     signals: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
@@ -144,6 +149,8 @@ def _run_learners(
         _signal_all(children, signal.SIGKILL)
         for number, handler in previous.items():
             signal.signal(number, handler)
+        if store is not None:
+            store.close()
         if server is not None:
             server.close()
 
@@ -261,6 +268,8 @@ class _ExitCodes:
         self.cause: int | None = None
         self.deadline: float | None = None
         """When the remaining ranks are killed."""
+        self._silent_since: float | None = None
+        self._looked_at = 0.0
 
     def add(self, rank: int, code: int) -> None:
         """Note that a rank has exited: report its failure, and set a deadline for the other ranks if they cannot continue."""
@@ -286,8 +295,35 @@ class _ExitCodes:
         store = self.membership.store
         return all(store.get(f"{STARTED}/{rank}") is not None for rank in range(self.size) if rank not in self.codes)
 
+    def _are_silent(self) -> bool:
+        """Return whether all remaining ranks were declared failed, have left or have no heartbeat: they run on without effect.
+
+        There may be no rank left to declare the last ranks failed, so an expired heartbeat counts, too. One store call.
+        """
+        remaining = [rank for rank in range(self.size) if rank not in self.codes]
+        texts = self.membership.store.get_many(
+            [key for rank in remaining for key in (failed_key(rank), f"{HEARTBEAT}{rank}", f"{STARTED}/{rank}")]
+        )
+
+        def silent(rank: int) -> bool:
+            beat = texts[f"{HEARTBEAT}{rank}"]
+            expired = beat is None and texts[f"{STARTED}/{rank}"] is not None
+            return texts[failed_key(rank)] is not None or expired or (beat is not None and "left" in json.loads(beat))
+
+        return all(silent(rank) for rank in remaining)
+
+    def _look(self) -> None:
+        """Note since when the remaining ranks are silent. Looks once per LOOK_S, and only once a rank has exited."""
+        now = time.monotonic()
+        if self.codes and len(self.codes) < self.size and now - self._looked_at > LOOK_S:
+            self._looked_at = now
+            self._silent_since = (self._silent_since or now) if self._are_silent() else None
+
     def expired(self) -> bool:
         """Return whether the remaining ranks must be killed."""
+        self._look()
+        if self._silent_since is not None and time.monotonic() > self._silent_since + GRACE_S:
+            return True
         if self.deadline is None or time.monotonic() <= self.deadline:
             return False
         if self.cause is None and self._all_started():
@@ -303,7 +339,10 @@ class _ExitCodes:
 
 
 def _wait_for_all(children: Sequence[Child], membership: StoreMembership, run: Path | None, survives_failures: bool) -> int:
-    """Wait until all children have exited and return the exit code of the first failure, not of its consequences."""
+    """Wait until all children have exited and return the exit code of the first failure, not of its consequences.
+
+    Training has no time limit. Once a rank has exited, ranks that are silent are killed GRACE_S after the last live one.
+    """
     exits = _ExitCodes(len(children), membership, run, survives_failures)
     codes = exits.codes
     stopped: set[int] = set()
@@ -333,8 +372,10 @@ def _check_model(store: JobStore, model: Path) -> int:
 
 
 def _relay_result(run: Path, rank: int) -> None:
-    """Rank 0, which prints the result, has failed: print the last line of another rank's output instead."""
-    lines = _log_path(run, rank).read_text(errors="replace").splitlines()
+    """Rank 0, which prints the result, has failed: print the last line of another rank's output instead, if there is one."""
+    lines: list[str] = []
+    with suppress(OSError):  # the run directory may have been removed
+        lines = _log_path(run, rank).read_text(errors="replace").splitlines()
     if lines:
         sys.stdout.write(lines[-1] + "\n")
         sys.stdout.flush()
@@ -350,6 +391,8 @@ def _log_exit(run: Path | None, rank: int, code: int) -> None:
         logger.warning("rank %d ended with exit code %d", rank, code)
         return
     path = _log_path(run, rank)
-    lines = path.read_text(errors="replace").strip().splitlines()[-8:] if path.exists() else []
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = path.read_text(errors="replace").strip().splitlines()[-8:]
     tail = "\n".join(f"  | {line}" for line in lines or ["(no output)"])
     logger.warning("rank %d ended with exit code %d; last lines of %s:\n%s", rank, code, path, tail)

@@ -1,4 +1,4 @@
-"""The private folder of one local job: the socket of its store and its shared memory.
+"""The private folder of one local job, with the socket of its store.
 
 The launcher creates it and removes it at the end. If the launcher is killed, its learners remove it when they exit; if all of
 them are killed, the next launcher of the same user on this machine does.
@@ -14,8 +14,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-SHM_VARIABLE = "ROUNDELAY_SHM"
-"""Environment variable with the path of the folder, read by `comm.shared_memory`."""
+FOLDER_VARIABLE = "ROUNDELAY_FOLDER"
+"""Environment variable with the path of the folder, which the last learner removes if the launcher has died."""
 LAUNCHER_VARIABLE = "ROUNDELAY_LAUNCHER"
 """Environment variable with the process id of the launcher."""
 PREFIX = "roundelay-"
@@ -26,7 +26,7 @@ MAX_PATH = 70
 
 
 class ScratchFolder:
-    """A new folder of mode 700 on the memory file system. The lock file in it is locked while its launcher lives."""
+    """A new folder of mode 700 on the memory file system. Its lock file is locked while its launcher or a learner lives."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=_root())
@@ -39,7 +39,7 @@ class ScratchFolder:
 
     def environment(self) -> dict[str, str]:
         """Return the variables for the learners. Call it in the launcher."""
-        return {SHM_VARIABLE: self.path, LAUNCHER_VARIABLE: str(os.getpid())}
+        return {FOLDER_VARIABLE: self.path, LAUNCHER_VARIABLE: str(os.getpid())}
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -54,7 +54,7 @@ def _root() -> str | None:
 
 def remove_if_orphaned() -> None:
     """Remove the folder of this learner's job if its launcher has died. Call it when the learner exits."""
-    folder, launcher = os.environ.get(SHM_VARIABLE), os.environ.get(LAUNCHER_VARIABLE)
+    folder, launcher = os.environ.get(FOLDER_VARIABLE), os.environ.get(LAUNCHER_VARIABLE)
     if folder and launcher and os.getppid() != int(launcher):
         shutil.rmtree(folder, ignore_errors=True)
 
