@@ -16,6 +16,8 @@ from roundelay.core.files import write_text
 from roundelay.engine.learner import Learner
 from roundelay.engine.manifest import BEST, folder_name, read_best
 
+SEQUENCE = "best/"
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,26 +48,25 @@ class BestCheckpoint:
             and earlier["metric"] == self.metric
             and (self.folder / folder_name(earlier["position"])).is_dir()
         ):
-            store.claim("best/0", json.dumps(earlier))
+            store.claim(f"{SEQUENCE}0", json.dumps(earlier))
+        if (newest := best_position(store)) is not None:
+            number = newest[0]
         while True:
-            text = store.claim(f"best/{number}", json.dumps(note))
-            holder = json.loads(text)
+            holder = json.loads(store.claim(f"{SEQUENCE}{number}", json.dumps(note)))
             if holder["position"] == position and holder["value"] == value:
                 break
             if self.sign * value >= self.sign * holder["value"]:
                 return
             number += 1
-        while (newest := best_position(store, number)) is not None:  # another rank may have written an older one meanwhile
-            number, text = newest
-            write_text(self.folder / BEST, text, str(self.learner.rank))
-            if store.get(f"best/{number + 1}") is None:
+        newest = best_position(store)
+        while newest is not None:
+            write_text(self.folder / BEST, newest[1], str(self.learner.rank))
+            written, newest = newest, best_position(store)
+            if newest == written:  # else another rank may have written an older one meanwhile
                 return
 
 
-def best_position(store: Store, number: int = 0) -> tuple[int, str] | None:
-    """Return the last entry of the sequence and its number, from `number` on; None if there is none."""
-    last = None
-    while (text := store.get(f"best/{number}")) is not None:
-        last = (number, text)
-        number += 1
-    return last
+def best_position(store: Store) -> tuple[int, str] | None:
+    """Return the last entry of the sequence and its number; None if there is none. One store call."""
+    entries = {int(key[len(SEQUENCE) :]): text for key, text in store.list(SEQUENCE).items()}
+    return max(entries.items(), default=None)

@@ -36,7 +36,8 @@ SILENT_S = 15.0
 """Longest time without progress in the collective of a repeated attempt; gloo cannot be aborted."""
 SLOWEST_BYTES_PER_S = 16_000.0
 """A collective on a link of this speed still counts as alive."""
-POLL_S = 0.005
+POLL_S = 0.1
+"""Longest time between two looks at the store; a change of the awaited key ends it at once."""
 EXTRA_ATTEMPTS = 2
 """Attempts beyond one per member: for connections that broke although no rank failed."""
 
@@ -110,7 +111,8 @@ class ClosingAverage:
             self.store.set(start, "1")
         if self._wait(lambda: self.store.get(start) is not None, members, start):
             return set()
-        return (self._failed() & set(members)) or {m for m in members if self.store.get(keys[m]) is None}
+        arrived = self.store.get_many(list(keys.values()))
+        return (self._failed() & set(members)) or {m for m in members if arrived[keys[m]] is None}
 
     def _method(self, attempt: int, members: list[int]) -> str:
         """Return how the members average in this attempt; all of them get the same answer."""
@@ -179,7 +181,10 @@ class ClosingAverage:
             if self.store.get(verdict) is not None:
                 return True
             failed = self._failed()
-            if failed and all(m in failed or self.store.get(f"closing/{attempt}/ok/{m}") is not None for m in members):
+            if not failed:
+                return False
+            oks = self.store.get_many([f"closing/{attempt}/ok/{m}" for m in members if m not in failed])
+            if all(text is not None for text in oks.values()):
                 self.store.claim(verdict, "ok")
                 return True
             return False

@@ -18,11 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roundelay.core.files import digest, install
+from roundelay.core.files import digest, install, sync
 from roundelay.core.wait import role_holder, store_sleep, wait_until
-from roundelay.engine.checkpoint import disk_errors_as, model_tensors
-from roundelay.engine.evaluator import Evaluator
+from roundelay.engine.checkpoint import disk_errors_as
+from roundelay.engine.evaluator import FINAL, Evaluator
 from roundelay.engine.learner import Learner
+from roundelay.engine.shards import model_tensors
 from roundelay.errors import DataError, PeerLost
 from roundelay.fleet.membership import FAILURES
 from roundelay.launch.local import MODEL_WRITTEN
@@ -30,23 +31,36 @@ from roundelay.launch.local import MODEL_WRITTEN
 MODEL_FILE = "model.safetensors"
 REPORTED = "run-reported"
 """Key that is set when the metrics of the whole run have been collected."""
-POLL_S = 0.01
+MODEL_CHOSEN = "model-chosen"
+"""Key with the file that is or will be the model, claimed by the first rank that has written one."""
+POLL_S = 0.25
+"""Longest time between two looks at the store; a change of the awaited key ends it at once."""
 
 logger = logging.getLogger(__name__)
 
 
-def write_model(path: Path, tensors: dict[str, Tensor], owner: int) -> dict[str, Any]:
-    """Write tensors under a temporary name, verify the file, rename it; return its size and checksum.
+def write_model(path: Path, tensors: dict[str, Tensor], owner: int, choose: Callable[[str], str] = str) -> dict[str, Any]:
+    """Write tensors under a temporary name, verify the file, rename it; return its size, checksum and writer.
 
+    Several ranks may do this at once: `choose`, a claim in the store, takes a rank's note and returns the note of the first
+    one, whose file every rank installs. So all ranks return the note of the installed file, also if its writer dies meanwhile.
     A crash at any point leaves the old file or the complete new one. Raises DataError if the file cannot be written or differs.
     """
     temporary = path.with_name(f".{path.name}.{owner}.partial")
     with disk_errors_as("the model", f"rank {owner}, {path}"):
         save_file({name: t.contiguous() for name, t in tensors.items()}, str(temporary))
         verify_model(temporary, tensors)
-        note = {"bytes": temporary.stat().st_size, "sha256": digest(temporary), "rank": owner}
-        install(temporary, path)
-    return note
+        sync(temporary)
+        own = {"bytes": temporary.stat().st_size, "sha256": digest(temporary), "rank": owner}
+        chosen: dict[str, Any] = json.loads(choose(json.dumps(own)))
+        if chosen["rank"] != owner:
+            temporary.unlink(missing_ok=True)
+        try:
+            install(path.with_name(f".{path.name}.{chosen['rank']}.partial"), path)
+        except FileNotFoundError:
+            if digest(path) != chosen["sha256"]:  # else another rank has installed it
+                raise
+    return chosen
 
 
 def verify_model(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -105,7 +119,8 @@ class Finisher:
             path, buffers = self.run / MODEL_FILE, learner.flat.buffer_vector()
 
             def write() -> str:
-                return json.dumps(write_model(path, model_tensors(learner, mean, buffers), learner.rank))
+                tensors, choose = model_tensors(learner, mean, buffers), partial(self.store.claim, MODEL_CHOSEN)
+                return json.dumps(write_model(path, tensors, learner.rank, choose))
 
             self._once("model-writer", MODEL_WRITTEN, write, self.timeout_s)
             if self.store.get(MODEL_WRITTEN) is None:
@@ -125,7 +140,7 @@ class Finisher:
             return str(learner.rank)
 
         self._once("reporter", REPORTED, report, limit_s + self.timeout_s)
-        self.evaluator.announce()
+        self.evaluator.announce(now=True)
         return result
 
     def _once(self, role: str, done: str, work: Callable[[], str], timeout_s: float) -> None:
@@ -136,7 +151,7 @@ class Finisher:
         rank, size = self.learner.rank, self.learner.context.size
         while self.store.get(done) is None:
             failed = self._failed()
-            holder = role_holder(self.store, role, min(set(range(size)) - set(failed), default=rank), lambda: failed)
+            holder = role_holder(self.store, role, min(set(range(size)) - set(failed), default=rank), self._failed)
             if holder != rank:
                 over = self._wait(lambda: self.store.get(done) is not None, timeout_s, [holder], done)
                 if over or holder in self._failed():
@@ -145,19 +160,15 @@ class Finisher:
             self.store.set(done, work())
 
     def _gather(self, timeout_s: float) -> dict[str, Any]:
-        """Return the metrics of the whole run; wait up to `timeout_s` for each of the other live ranks' parts."""
-        learner, store = self.learner, self.store
+        """Return the metrics of the whole run; wait up to `timeout_s` for the other live ranks' evaluations and summaries."""
+        learner = self.learner
         result: dict[str, Any] = {}
         if self.evaluates:
-            self._wait(self.evaluator.final_result, timeout_s, None, "evaluated/final/metrics", "evaluated/final")
+            self._wait(self.evaluator.final_result, timeout_s, None, f"{FINAL}/result", FINAL)
             if metrics := self.evaluator.final_result():
                 result["metrics"] = metrics
-        self.evaluator.announce()
-        ranks: dict[int, Any] = {}
-        for r in range(learner.context.size):
-            note = self._wait(partial(store.get, f"summary/{r}"), timeout_s, [r], f"summary/{r}")
-            if note is not None:
-                ranks[r] = json.loads(note)
+        self.evaluator.announce(now=True)
+        ranks = self._summaries(timeout_s)
         result["ranks"] = ranks
         slowest = max(ranks, key=lambda r: ranks[r]["own_s"] / max(ranks[r].get("steps", 1), 1))
         own, waiting = ranks[slowest]["own_s"], ranks[slowest]["waiting_s"]
@@ -170,3 +181,23 @@ class Finisher:
         if learner.context.size > 1:
             self.log.info(f"slowest rank {slowest}: {own:.1f} s of work, {waiting:.1f} s waiting for other ranks")
         return result
+
+    def _summaries(self, timeout_s: float) -> dict[int, Any]:
+        """Return the summaries of all ranks, by rank; wait up to `timeout_s` for those of live ranks."""
+        keys = {r: f"summary/{r}" for r in range(self.learner.context.size)}
+        texts: dict[str, str | None] = {}
+        missing: list[str] = []
+
+        def complete() -> bool:
+            failed = self._failed()  # before the summaries: what a rank published before it failed counts
+            texts.update(self.store.get_many(list(keys.values())))
+            missing[:] = [key for r, key in keys.items() if texts[key] is None and r not in failed]
+            return not missing
+
+        wait_until(
+            complete,
+            timeout_s,
+            clock=self.learner.context.runtime.clock,
+            sleep=lambda _: self.store.pause(POLL_S, FAILURES, missing[0]),
+        )
+        return {r: json.loads(text) for r, key in keys.items() if (text := texts[key]) is not None}

@@ -174,8 +174,11 @@ class DynamicSharding:
         by then, and reached other ranks through the exchanges that followed. The update of its very last steps may not
         have been exchanged.
         """
-        failed = self._failed()
-        return self.table.completed(failed) if failed else []
+        return self.completed_by(set(self._failed()))
+
+    def completed_by(self, ranks: Collection[int]) -> list[Span]:
+        """Return the samples that some ranks have completed, as merged spans."""
+        return self.table.completed(ranks) if ranks else []
 
     # -- writing ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext, suppress
@@ -20,14 +19,16 @@ from roundelay.data.device import DeviceTransfer
 from roundelay.data.loader import MAX_DEPTH
 from roundelay.data.process import ProcessBatches
 from roundelay.engine.best import BestCheckpoint
-from roundelay.engine.checkpoint import Checkpoints, delete_partial, read_model
+from roundelay.engine.checkpoint import Checkpoints, delete_partial
 from roundelay.engine.config import TrainConfig
 from roundelay.engine.evaluator import Evaluator
 from roundelay.engine.finishing import Finisher
 from roundelay.engine.learner import Learner
-from roundelay.engine.manifest import best, latest
+from roundelay.engine.manifest import best, folder_name, latest
 from roundelay.engine.optimizer import make_optimizer
 from roundelay.engine.sharding import BatchLease, DynamicSharding, StaticSharding
+from roundelay.engine.shards import read_model
+from roundelay.engine.store_watch import StoreWatch
 from roundelay.engine.validate import CHECKPOINT_FOLDER, check_shared_directory, validate_run
 from roundelay.errors import DataError, Interrupted, PeerLost, RoundelayError, UsageError
 from roundelay.fleet.membership import FAILURES
@@ -101,7 +102,8 @@ class Trainer:
             context.runtime.seed_rank(config.seed * 1_000_003 + rank)  # dropout must differ between ranks
         events = context.runtime.events(run / "events.jsonl" if run is not None else None, rank)
         self.learner = Learner(context, module, make_optimizer(config, module), config, events)
-        self.evaluator = Evaluator(task, self.learner, self.log.info)
+        self.watch = StoreWatch(self.learner.job.store)
+        self.evaluator = Evaluator(task, self.learner, self.log.info, self.watch)
         scalars = run / FOLDER if run is not None and config.tensorboard and importlib.util.find_spec("tensorboard") else None
         self.tensorboard = TensorBoardLogger(self.learner, scalars)
         self.evaluator.on_result = self.tensorboard.on_evaluation
@@ -109,7 +111,8 @@ class Trainer:
         if run is not None:
             self._check_shared(run)
             manifest = {"strategy": config.strategy, "seed": config.seed, **(metadata or {})}
-            self.checkpoints = Checkpoints(run / CHECKPOINT_FOLDER, self.learner, config.keep_checkpoints, manifest)
+            folder, keep = run / CHECKPOINT_FOLDER, config.keep_checkpoints
+            self.checkpoints = Checkpoints(folder, self.learner, keep, manifest, self.watch)
             best_so_far = BestCheckpoint(run / CHECKPOINT_FOLDER, self.learner, config.best_metric, config.best_goal)
             self.evaluator.on_sum = best_so_far.update
         self._stop_requested = threading.Event()
@@ -188,6 +191,7 @@ class Trainer:
             self.dashboard.close()
             close_logger(self.log)
             self.tensorboard.close()
+            self.watch.close()
             learner.close()
 
     def _report_failure(self, error: Exception) -> None:
@@ -211,6 +215,7 @@ class Trainer:
                     item = next(batches, None)
                     learner.worker.step_timer.seconds["loader"] += loader.last_s
                 if item is None:
+                    self._poll_checkpoints(now=True)
                     return
                 lease, batch = item[0], transfer.take(item[1])
                 if isinstance(sharding, DynamicSharding) and not sharding.begin(lease):
@@ -291,17 +296,16 @@ class Trainer:
                     self.checkpoints.save(save_position)
         return end
 
-    def _poll_checkpoints(self) -> None:
-        """Evaluate the checkpoints that have become complete."""
-        self.evaluator.announce()
-        if self.checkpoints is None or not (self.checkpoints.waiting or self.checkpoints.complete):
+    def _poll_checkpoints(self, now: bool = False) -> None:
+        """Evaluate the checkpoints that have become complete. Without `now` no store call, unless one is complete."""
+        self.evaluator.announce(now)
+        if self.checkpoints is None or not self.checkpoints.waiting:
             return
-        self.checkpoints.poll()
+        self.checkpoints.poll(now)
         while self.checkpoints.complete:
-            position = self.checkpoints.complete.pop(0)
+            position, spread = self.checkpoints.complete.pop(0)
             if self.config.eval_at_checkpoint:
-                note = json.loads(self.learner.job.store.get(f"complete/{position}") or "{}")
-                path = self.checkpoints.folder / f"samples-{position:012d}"
+                path = self.checkpoints.folder / folder_name(position)
                 try:
                     mean = read_model(path, self.learner)
                 except FileNotFoundError:  # faster ranks have pruned it
@@ -309,7 +313,7 @@ class Trainer:
                         f"checkpoint {path.name} was deleted before this rank could evaluate it; raise keep_checkpoints=N"
                     )
                     continue
-                self.evaluator.evaluate(position, mean, note.get("spread"))
+                self.evaluator.evaluate(position, mean, spread)
 
     def _save_last_checkpoint(self) -> None:
         """Write the last checkpoint before the models are averaged, so that a resumed run continues unchanged."""
@@ -322,14 +326,14 @@ class Trainer:
         checkpoints = self.checkpoints
 
         def complete() -> bool:
-            checkpoints.poll()
+            checkpoints.poll(now=True)
             return int(position) not in checkpoints.waiting
 
         # wait for this checkpoint only: an earlier one may lack the shard of a rank whose leases skipped it
         if not wait_until(
             complete,
             self.config.timeout_s,
-            poll_s=0.01,
+            poll_s=0.1,  # a change of a key ends it at once
             clock=self.context.runtime.clock,
             sleep=store_sleep(learner.job.store, f"complete/{position}", FAILURES),
         ):
