@@ -47,8 +47,14 @@ MAY_IMPORT = {
     "roundelay.topology": ("roundelay.core", *BASE),
     "roundelay.speech": BASE,
     "roundelay.data": BASE,
-    "roundelay.report": ("roundelay.metrics.events", "roundelay.metrics.run_files", *BASE),
-    "roundelay.comm.gossip": ("roundelay.core", "roundelay.comm.shared_memory", "roundelay.fleet", *BASE),
+    "roundelay.report": ("roundelay.metrics.events", "roundelay.metrics.gaps", "roundelay.metrics.run_files", *BASE),
+    "roundelay.comm.gossip": (
+        "roundelay.core",
+        "roundelay.comm.shared_memory",
+        "roundelay.comm.vectors",
+        "roundelay.fleet",
+        *BASE,
+    ),
 }
 MAY_PRINT = ("roundelay.cli", "roundelay.log")
 

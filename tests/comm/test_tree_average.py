@@ -90,7 +90,7 @@ def test_all_ranks_get_the_mean_of_all(monkeypatch: pytest.MonkeyPatch, broken: 
         assert torch.equal(small, torch.tensor([1.5, 1.0], dtype=torch.float64))
 
 
-def test_a_rank_that_reaches_nobody_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_reaches_no_other_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = {(0, 2), (1, 2), (2, 3)}
     results = average(monkeypatch, 4, broken, lambda rank: [torch.tensor([float(rank)])])
     assert isinstance(results[2], Unreachable)

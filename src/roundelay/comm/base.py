@@ -17,7 +17,7 @@ from torch import Tensor
 
 from roundelay.comm.gossip.handle import BackgroundGossip
 from roundelay.comm.gossip.thread import GossipThread
-from roundelay.comm.vectors import LockTimeout, Segment, SharedVector, SharedVectors
+from roundelay.comm.vectors import LockTimeout, SharedVector, SharedVectors, VectorSegment
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching, SharedWeights, Store
 from roundelay.core.update_log import Op, UpdateLog
@@ -205,7 +205,7 @@ class GossipCommunicator(BaseCommunicator):
         return thread.silent_peers() if thread is not None else []
 
     @contextmanager
-    def _locked(self, peer: int) -> Iterator[Segment]:
+    def _locked(self, peer: int) -> Iterator[VectorSegment]:
         """Lock the vector of a rank of this node. Raises PeerLost after `timeout_s`."""
         assert self._vectors is not None
         try:

@@ -169,7 +169,14 @@ class MpiCommunicator(GossipCommunicator):
     def _create_mpi_comm(self) -> Any:
         """Create the group's MPI communicator. It blocks the progress thread, so wait in the store for all ranks first."""
         self.store.add(f"{self.name}/joined", 1)
-        wait_for_key(self.store, f"{self.name}/joined", self.timeout_s, self.rank, lambda count: int(count) >= self.size)
+        wait_for_key(
+            self.store,
+            f"{self.name}/joined",
+            self.timeout_s,
+            self.rank,
+            lambda count: int(count) >= self.size,
+            awaited=self.ranks,
+        )
         world = self._runtime.comm
 
         def create() -> Any:

@@ -30,7 +30,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundelay.comm.vectors import HEADER_SLOTS, HOLDER, MOVED_TO, VERSION, LockTimeout, Segment, drain_socket, wake_socket
+from roundelay.comm.vectors import (
+    HEADER_SLOTS,
+    HOLDER,
+    MOVED_TO,
+    VERSION,
+    LockTimeout,
+    VectorSegment,
+    drain_socket,
+    wake_socket,
+)
 from roundelay.core.contracts import Store
 from roundelay.core.wait import wait_until
 from roundelay.errors import PeerLost, UsageError
@@ -87,7 +96,7 @@ def open_memory_file(pid: int, fd: int) -> int:
         ) from error
 
 
-class _FileSegment(Segment):
+class _FileSegment(VectorSegment):
     """A mapped memory file."""
 
     def __init__(self, fd: int, like: Tensor) -> None:
@@ -195,7 +204,7 @@ class ShmVectors:
         return self._segment(rank).header
 
     @contextmanager
-    def lock(self, rank: int, timeout_s: float | None = None) -> Iterator[Segment]:
+    def lock(self, rank: int, timeout_s: float | None = None) -> Iterator[VectorSegment]:
         if rank == self.rank:
             if not self._own_mutex.acquire(timeout=-1 if timeout_s is None else timeout_s):
                 raise LockTimeout
@@ -213,7 +222,7 @@ class ShmVectors:
                 segment.header[HOLDER] = 0
 
     @contextmanager
-    def _file_lock(self, rank: int, timeout_s: float | None) -> Iterator[Segment]:
+    def _file_lock(self, rank: int, timeout_s: float | None) -> Iterator[VectorSegment]:
         """Take the flock of a rank's present segment. With None, the own vector moves if the lock does not come back."""
         while True:
             segment = self._segment(rank)
@@ -232,7 +241,7 @@ class ShmVectors:
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
-    def _holder_is_stopped(self, segment: Segment) -> bool:
+    def _holder_is_stopped(self, segment: VectorSegment) -> bool:
         holder = int(segment.header[HOLDER]) - 1
         return holder in self._pids and is_stopped(self._pids[holder])
 

@@ -25,7 +25,7 @@ class LockTimeout(Exception):
     """A lock was not released before the deadline."""
 
 
-class Segment:
+class VectorSegment:
     """The memory of one rank's vector: header and vector."""
 
     def __init__(self, header: np.ndarray, vector: Tensor) -> None:
@@ -51,7 +51,7 @@ class SharedVectors(Protocol):
 
     def header(self, rank: int) -> np.ndarray: ...
 
-    def lock(self, rank: int, timeout_s: float | None = None) -> AbstractContextManager[Segment]:
+    def lock(self, rank: int, timeout_s: float | None = None) -> AbstractContextManager[VectorSegment]:
         """Lock a vector for the calling thread and yield its segment; use no other one inside the block. Not reentrant.
 
         Raises LockTimeout after `timeout_s`, and PeerLost if the process of the rank has ended. None: wait as long as a
@@ -81,11 +81,11 @@ class SharedVector:
         """The vector in its present memory; read it again after `locked()` has been entered."""
         return self.vectors.vector(self.rank)
 
-    def locked(self) -> AbstractContextManager[Segment]:
+    def locked(self) -> AbstractContextManager[VectorSegment]:
         return self.vectors.lock(self.rank)
 
     def count(self, writes: int = 0) -> tuple[int, int]:
-        return Segment(self.vectors.header(self.rank), self.vector).count(writes)
+        return VectorSegment(self.vectors.header(self.rank), self.vector).count(writes)
 
     @property
     def version(self) -> int:
@@ -172,12 +172,12 @@ class LocalVectorsView:
         return self._owner.headers[rank]
 
     @contextmanager
-    def lock(self, rank: int, timeout_s: float | None = None) -> Iterator[Segment]:
+    def lock(self, rank: int, timeout_s: float | None = None) -> Iterator[VectorSegment]:
         lock = self._owner.locks[rank]
         if not lock.acquire(timeout=-1 if timeout_s is None else timeout_s):  # threads are not stopped one by one
             raise LockTimeout
         try:
-            yield Segment(self._owner.headers[rank], self._owner.vectors[rank])
+            yield VectorSegment(self._owner.headers[rank], self._owner.vectors[rank])
         finally:
             lock.release()
 

@@ -161,7 +161,9 @@ class Trainer:
                 learner.leave()  # before the save: no rank may wait for a shard of a rank that waits in a collective
             if self._stopped_early or self.checkpoints is not None:
                 self._save_last_checkpoint()
+            learner.watchdog.raise_if_fenced()
             mean = learner.finish().clone()
+            learner.watchdog.raise_if_fenced()
             if self._stopped_early:
                 raise Interrupted(
                     "the run was interrupted; a checkpoint was written" if self.checkpoints else "the run was interrupted",
@@ -171,10 +173,13 @@ class Trainer:
             finisher = Finisher(learner, self.evaluator, self.config.run_dir, self.config.eval_at_checkpoint, self.log)
             return finisher.conclude(mean)
         except DataError as error:
-            learner.job.store.claim("abort", str(error))
+            with suppress(RoundelayError):  # the store may be gone
+                learner.job.store.claim("abort", str(error))
             raise
         except PeerLost as error:
-            cause = learner.job.store.get("abort")
+            cause = None
+            with suppress(RoundelayError):  # the store may be gone
+                cause = learner.job.store.get("abort")
             self._report_failure(error)
             if cause:
                 raise PeerLost(

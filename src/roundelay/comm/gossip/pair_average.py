@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from roundelay.comm.vectors import AVERAGED, FENCED, GOSSIPS, MOVED_TO, ROUNDS, LockTimeout, Segment, SharedVectors
+from roundelay.comm.vectors import AVERAGED, FENCED, GOSSIPS, MOVED_TO, ROUNDS, LockTimeout, SharedVectors, VectorSegment
 from roundelay.core import kernels
 from roundelay.core.update_log import Op, UpdateLog
 from roundelay.errors import PeerLost
@@ -57,7 +57,7 @@ class PairAverager:
             if time.monotonic() >= deadline:
                 return None
 
-    def _average(self, own: Segment, other: Segment, peer: int, rounds: int) -> int | None:
+    def _average(self, own: VectorSegment, other: VectorSegment, peer: int, rounds: int) -> int | None:
         if own.header[FENCED] or other.header[FENCED] or own.header[MOVED_TO] or other.header[MOVED_TO]:
             return None
         if not other.header[GOSSIPS]:  # its first assignment would overwrite the average
