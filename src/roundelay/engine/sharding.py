@@ -393,6 +393,7 @@ class DynamicSharding:
         """Yield the leases that the node leader publishes. Raises PeerLost if it fails."""
         number = 1
         while True:
+            first = number
             keys = [f"machine/{self.leader}/{number + n}" for n in range(FOLLOW_AHEAD)]
             texts = self.store.get_many(keys)
             for key in keys:
@@ -404,7 +405,7 @@ class DynamicSharding:
                     return
                 number += 1
                 yield self._lease((span[0], span[1]))
-            else:
+            if number > first:  # what was read is as old as the last step
                 continue
             if self.leader in self._failed():
                 raise PeerLost(

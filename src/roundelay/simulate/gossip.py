@@ -111,7 +111,7 @@ class SimulatedGossip:
     def _perform(self, peer: SimulatedPeer, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Average):
-                self._start_average(peer, action.peer)
+                self._start_average(peer, action)
             elif isinstance(action, SendSnapshot):
                 self._send(peer, action)
             elif isinstance(action, Receive):
@@ -124,20 +124,24 @@ class SimulatedGossip:
         if self.draining:
             self._check_drained()
 
-    def _start_average(self, peer: SimulatedPeer, partner: int) -> None:
-        job = self.job
+    def _start_average(self, peer: SimulatedPeer, action: Average) -> None:
+        job, partner = self.job, action.peer
         source, now = self.ranks[peer.rank], job.loop.now
         end = job.network.exchange_in_place(source, job.bytes_of(peer.shared_weights.vector), now)
         contention = job.cluster.memory.contention
         if contention:
             for rank in (source, self.ranks[partner]):
                 job.delay_s[rank] += contention * (end - now)
-        job.loop.at(end, lambda: self._average(peer, partner, now))
+        job.loop.at(end, lambda: self._average(peer, action, now))
 
-    def _average(self, peer: SimulatedPeer, partner: int, began: float) -> None:
+    def _average(self, peer: SimulatedPeer, action: Average, began: float) -> None:
         if peer.rank in self.failed:
             return
+        partner = action.peer
         now, other = self.job.loop.now, self.peers.get(partner)
+        if peer.protocol.rounds > action.round:
+            self._perform(peer, peer.protocol.overtaken(partner, now))
+            return
         if other is None or partner in self.failed:
             self._perform(peer, peer.protocol.busy(partner, now))
             return

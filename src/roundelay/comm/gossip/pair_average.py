@@ -14,6 +14,7 @@ from roundelay.errors import PeerLost
 
 OWN_LOCK_S = 0.0005
 """Deadline for the own lock while the partner's is held."""
+OVERTAKEN = -1
 DISTANCE_SAMPLE = 4096
 """Number of elements from which the distance between partners is estimated."""
 
@@ -36,10 +37,11 @@ class PairAverager:
         self.update_log: UpdateLog | None = None
         self.distance = 0.0
 
-    def average(self, peer: int, rounds: int, timeout_s: float) -> int | None:
+    def average(self, peer: int, round: int, timeout_s: float) -> int | None:
         """Average both vectors; return the logical clock of both sides after it, or None if a lock was not free in time.
 
-        `rounds` is the clock of this rank. The own lock is never held while this thread waits for the partner's: a partner that
+        `round` is the round of this exchange. If a partner has averaged with this rank since, do nothing and return OVERTAKEN.
+        The own lock is never held while this thread waits for the partner's: a partner that
         was stopped while it held its lock delays no gradient. Returns None as well if one side does not gossip yet, was
         declared failed, or its process has ended.
         """
@@ -51,18 +53,20 @@ class PairAverager:
                     suppress(LockTimeout),
                     self.vectors.lock(self.rank, OWN_LOCK_S) as own,
                 ):
-                    return self._average(own, other, peer, rounds)
+                    return self._average(own, other, peer, round)
             except (LockTimeout, PeerLost):  # PeerLost: its process has ended, which the next tick finds out
                 return None
             if time.monotonic() >= deadline:
                 return None
 
-    def _average(self, own: VectorSegment, other: VectorSegment, peer: int, rounds: int) -> int | None:
+    def _average(self, own: VectorSegment, other: VectorSegment, peer: int, round: int) -> int | None:
+        if own.header[ROUNDS] > round:
+            return OVERTAKEN
         if own.header[FENCED] or other.header[FENCED] or own.header[MOVED_TO] or other.header[MOVED_TO]:
             return None
         if not other.header[GOSSIPS]:  # its first assignment would overwrite the average
             return None
-        rounds = max(int(own.header[ROUNDS]), int(other.header[ROUNDS]), rounds)
+        rounds = max(int(other.header[ROUNDS]), round)
         a, b = (own.vector, other.vector) if self.rank < peer else (other.vector, own.vector)
         self.distance += relative_distance(a, b)
         kernels.pair_average(a, b)

@@ -38,9 +38,15 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.5, 8.0
 
 @dataclass(frozen=True)
 class Average:
-    """Average both vectors in shared memory, then call `averaged`, or `busy` if a lock cannot be taken in time."""
+    """Average both vectors in shared memory, then call `averaged`, or `busy` if a lock cannot be taken in time.
+
+    If under the locks the clock of this rank is past `round`, a partner has averaged with it meanwhile: do nothing and call
+    `overtaken`. Two ranks that start the same exchange at the same time would otherwise perform it twice, and the second one
+    would take the place of the next round.
+    """
 
     peer: int
+    round: int
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,12 @@ class GossipProtocol:
         self.rounds = max(self.rounds, rounds)
         for _ in range(count):
             self._complete(None)
+
+    def overtaken(self, peer: int, now: float) -> list[Action]:
+        """A partner has averaged with this rank before its own average began. Call `averaged_by_peer` first."""
+        if self._initiated == peer:
+            self._initiated = None
+        return self._initiate(now)
 
     def busy(self, peer: int, now: float) -> list[Action]:
         """A lock could not be taken: skip this round, and suspect the peer for a while if it happens again."""
@@ -310,7 +322,7 @@ class GossipProtocol:
             else:
                 self._initiated = peer
                 if peer in self.local:
-                    return [Average(peer)]
+                    return [Average(peer, self.rounds)]
                 edge = self.edges[peer]
                 edge.sent, edge.progress_at = edge.applied + 1, now
                 return [SendSnapshot(peer, edge.sent, fresh=True)]

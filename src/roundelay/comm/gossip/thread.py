@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from roundelay.comm.gossip.connections import ConnectionSet
-from roundelay.comm.gossip.pair_average import PairAverager, relative_distance
+from roundelay.comm.gossip.pair_average import OVERTAKEN, PairAverager, relative_distance
 from roundelay.comm.gossip.protocol import Action, ApplyHalfDifference, Average, Discard, GossipProtocol, Receive, SendSnapshot
 from roundelay.comm.gossip.requests import RequestServer
 from roundelay.comm.gossip.transport import ConnectionClosed, Message, MessageType, PeerConnection, bytes_of
@@ -233,11 +233,7 @@ class GossipThread:
             self._register_added(now)
         if protocol is None:
             return
-        header = self.vectors.header(self.rank)
-        averaged = int(header[AVERAGED])
-        if averaged != self._seen_averaged:
-            count, self._seen_averaged = averaged - self._seen_averaged, averaged
-            protocol.averaged_by_peer(count, int(header[ROUNDS]))
+        self._note_averages(protocol)
         actions, self._queued = self._queued, []
         while self._counted_steps < self._steps:
             self._counted_steps += 1
@@ -246,6 +242,14 @@ class GossipThread:
             self._ticked_at = now
             actions += self._tick(protocol, now)
         self._perform(actions, inline)
+
+    def _note_averages(self, protocol: GossipProtocol) -> None:
+        """Tell the protocol of the averages that other ranks of the node have made with this one."""
+        header = self.vectors.header(self.rank)
+        averaged = int(header[AVERAGED])
+        if averaged != self._seen_averaged:
+            count, self._seen_averaged = averaged - self._seen_averaged, averaged
+            protocol.averaged_by_peer(count, int(header[ROUNDS]))
 
     def _tick(self, protocol: GossipProtocol, now: float) -> list[Action]:
         for peer in self.vectors.here if self._watches_peers else ():
@@ -285,9 +289,12 @@ class GossipThread:
                 return
             if isinstance(action, Average):
                 began = time.monotonic()
-                rounds = self._pairs.average(action.peer, self.protocol.rounds, INLINE_LOCK_S if inline else self._lock_s)
+                rounds = self._pairs.average(action.peer, action.round, INLINE_LOCK_S if inline else self._lock_s)
                 now = time.monotonic()
-                if rounds is not None:
+                if rounds == OVERTAKEN:
+                    self._note_averages(self.protocol)
+                    actions += self.protocol.overtaken(action.peer, now)
+                elif rounds is not None:
                     self._metrics["exchange_s"] += now - began
                     actions += self.protocol.averaged(action.peer, rounds, now)
                 elif inline:
