@@ -55,6 +55,19 @@ def test_the_death_of_a_rank_at_the_end_leaves_a_model(fault: str, rank: int, jo
 
 
 @pytest.mark.timeout(120)
+def test_a_process_stopped_while_it_holds_locks_costs_no_gradient(jobs: Jobs) -> None:
+    settings = ("epochs=40", "failure_s=3", "log_every_s=0.2")
+    ended = train_with_fault(jobs, "stop_in_an_average", 1, *settings).end(90).expect(0)
+    assert "rank 1 did not exit" in ended.err
+    assert {e["lost"] for e in jobs.events(kind="lost")} == {1}
+    check_model(jobs)
+    summaries = {e["rank"]: e for e in jobs.events(kind="summary")}
+    assert set(summaries) == {0, 2}
+    for summary in summaries.values():  # a gradient that waited for the lock would have waited until the failure, 3 s
+        assert summary["update_s"] + summary["compute_s"] < 120 * 40 / 3 * 0.002 + 2.0, summary
+
+
+@pytest.mark.timeout(120)
 def test_a_checkpoint_is_completed_by_another_rank_if_the_first_one_dies(jobs: Jobs) -> None:
     train_with_fault(jobs, "fail_completing_a_checkpoint", 1, "checkpoint_every_epochs=0.2", "keep_checkpoints=20").end(
         60

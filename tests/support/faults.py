@@ -75,6 +75,20 @@ def raise_in_training() -> None:
     before(Learner, "run_step", fail, lambda self, *_: self.steps == 3)
 
 
+def stop_in_an_average() -> None:
+    """Stop this process for good while it holds the locks of its own vector and of its partner's."""
+    from roundelay.core import kernels
+
+    calls: list[int] = []
+
+    def stop() -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    before(kernels, "pair_average", stop)
+
+
 @dataclass(frozen=True)
 class Faulty(Dots):
     """Dots, with a fault in one rank: `fault` is the name of a function of this module."""

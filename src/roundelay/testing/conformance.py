@@ -131,8 +131,10 @@ def check_zero_gradient_conserves_mean(c: CheckContext) -> None:
     spread = [float(np.square(x - x.mean(0)).mean()) ** 0.5 for x in (before, after)]
     if results[0]["rounds"]:
         require(spread[1] < 0.8 * spread[0], f"the spread shrank from {spread[0]} to {spread[1]} only")
-        inside = (after <= before.max(0) + 1e-5) & (after >= before.min(0) - 1e-5)
-        require(bool(inside.all()), "exchanges must not move weights out of the range of the initial weights")
+        # between machines two half differences may be under way, so a weight may leave the range for a moment, but not far
+        margin = 0.5 * (before.max(0) - before.min(0)) + 1e-5
+        inside = (after <= before.max(0) + margin) & (after >= before.min(0) - margin)
+        require(bool(inside.all()), "exchanges must not move weights far out of the range of the initial weights")
     elif c.traits.averaging == "neighbors":
         expected = np.linalg.matrix_power(topology.neighbor_matrix(name, size), ZERO_GRADIENT_STEPS) @ before
         require(np.allclose(expected, after, atol=1e-5), f"the weights differ from those after 8 steps of {name}")

@@ -28,8 +28,10 @@ MAX_OWED = 2.0
 """Exchanges that are made up for after a delay; averaging more often would change little."""
 MAX_CREDIT = 1.0
 """Exchanges started by partners that count in advance."""
-MAX_ANSWERS = 4
-"""Exchanges of other ranks that are answered at the same time; each holds two vectors."""
+MAX_OPEN = 2
+"""Snapshots of this rank that are under way at the same time: of the exchange it has started, and of one that it answers. Each
+adds half a difference to w later, so with more of them w could leave the range of the weights that are averaged. An exchange
+that is answered depends on no other one, so ranks that wait for an answer cannot wait for each other in a circle."""
 SUSPECT_S = 3.0
 """An open exchange without progress for this time makes its partner suspected."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 8.0
@@ -142,7 +144,7 @@ class GossipProtocol:
         for peer, edge in self.edges.items():
             if edge.open and now - edge.progress_at > SUSPECT_S:
                 self._suspect(peer)
-        return self._initiate(now)
+        return self._answer_deferred() + self._initiate(now)
 
     def averaged(self, peer: int, rounds: int, now: float) -> list[Action]:
         """The average that this rank started in shared memory is done; `rounds` is the clock of both sides after it."""
@@ -201,7 +203,7 @@ class GossipProtocol:
         if number != edge.applied + 1 or edge.announced > edge.applied:
             raise ValueError(f"snapshot {edge.applied + 1} is next (got {number})")
         edge.announced, edge.progress_at = number, now
-        if edge.sent < number and len(self._answering()) > MAX_ANSWERS:
+        if edge.sent < number and self._open_snapshots() >= MAX_OPEN:
             self._deferred.append(peer)
             return []
         return self._answer(peer)
@@ -264,8 +266,11 @@ class GossipProtocol:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _answering(self) -> list[int]:
-        return [peer for peer, edge in self.edges.items() if edge.announced > edge.applied and peer not in self._deferred]
+    def _open_snapshots(self) -> int:
+        """Return the number of snapshots of this rank that are under way, not counting those to partners that are silent."""
+        return sum(
+            edge.sent > edge.applied and edge.connected and peer not in self.suspected for peer, edge in self.edges.items()
+        )
 
     def _answer(self, peer: int) -> list[Action]:
         edge = self.edges[peer]
@@ -276,7 +281,7 @@ class GossipProtocol:
         return [*actions, Receive(peer, edge.announced)]
 
     def _answer_deferred(self) -> list[Action]:
-        if not self._deferred or len(self._answering()) >= MAX_ANSWERS:
+        if not self._deferred or self._open_snapshots() >= MAX_OPEN:
             return []
         return self._answer(self._deferred.pop(0))
 
@@ -319,11 +324,13 @@ class GossipProtocol:
                 self.rounds += 1
             elif not self._available(peer, now):
                 self._skip()
-            else:
+            elif peer in self.local:
                 self._initiated = peer
-                if peer in self.local:
-                    return [Average(peer, self.rounds)]
-                edge = self.edges[peer]
+                return [Average(peer, self.rounds)]
+            elif self._open_snapshots() >= MAX_OPEN:
+                break
+            else:
+                self._initiated, edge = peer, self.edges[peer]
                 edge.sent, edge.progress_at = edge.applied + 1, now
                 return [SendSnapshot(peer, edge.sent, fresh=True)]
         self.skipped = skipped  # no partner is available now; the clock advances, so that later rounds are tried next
