@@ -15,11 +15,11 @@ from roundelay.launch import scratch
 LAUNCHER = """
 import os, sys, time
 from roundelay.launch.scratch import ScratchFolder, remove_if_orphaned
-folder = ScratchFolder()
+folder, launcher = ScratchFolder(), str(os.getpid())
 read_end, write_end = os.pipe()
 if os.fork() == 0:
     os.close(write_end)
-    os.environ |= {"ROUNDELAY_FOLDER": folder.path, "ROUNDELAY_LAUNCHER": str(os.getppid())}
+    os.environ |= {"ROUNDELAY_FOLDER": folder.path, "ROUNDELAY_LAUNCHER": launcher}
     os.read(read_end, 1)  # until the launcher has died
     if sys.argv[1] == "cleans":
         for _ in range(200):

@@ -71,6 +71,7 @@ class HeartbeatMonitor:
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
+            self._note_failures(self.job.membership.cached)
             self._heartbeats.leave(sys.exc_info()[1])
 
     def raise_if_fenced(self) -> None:
