@@ -46,7 +46,7 @@ CLONE_NEWNET = 0x40000000
 VNET = 10
 """Bytes of the header before each packet that says which checksums and segments are missing."""
 QUEUE_S = 0.3
-"""The longest a packet waits before a cable of limited rate; above that it is dropped."""
+"""The longest a packet waits before a cable of limited rate, its own time included; above that it is dropped."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _signs: dict[int, socket.socket] = {}
 """By process: the socket that shows other processes that the namespaces are in use."""
@@ -149,7 +149,8 @@ class Switch:
         now = time.monotonic()
         leaves = now
         if port.rate:
-            if port.free_at - now > QUEUE_S + len(packet) / port.rate:
+            waits = max(0.0, port.free_at - now)
+            if waits and waits + len(packet) / port.rate > QUEUE_S:  # the queue holds so many bytes, as that of `tc tbf` does
                 port.dropped += 1
                 return
             leaves = port.free_at = max(now, port.free_at) + len(packet) / port.rate

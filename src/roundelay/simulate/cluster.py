@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ def check(cluster: Cluster, where: str = "cluster") -> None:
         raise UsageError("[[machines]] must not be empty", where=where, hint="add [[machines]] with count and learners")
     if cluster.learners > MAX_LEARNERS:
         raise UsageError(
-            f"a cluster must have at most {MAX_LEARNERS} learners (got {cluster.learners:.3g})",
+            f"a cluster must have at most {MAX_LEARNERS} learners (got {Decimal(cluster.learners):.3g})",
             where=where,
             hint="lower count or learners",
         )
