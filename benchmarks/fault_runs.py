@@ -304,5 +304,5 @@ def environment() -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
     }

@@ -10,22 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from roundelay.core.wait import wait_until
 from roundelay.launch import scratch
 
 LAUNCHER = """
-import os, sys, time
-from roundelay.launch.scratch import ScratchFolder, remove_if_orphaned
-folder, launcher = ScratchFolder(), str(os.getpid())
-read_end, write_end = os.pipe()
+import os, signal, sys, time
+from roundelay.launch.scratch import ScratchFolder
+folder = ScratchFolder()
 if os.fork() == 0:
-    os.close(write_end)
-    os.environ |= {"ROUNDELAY_FOLDER": folder.path, "ROUNDELAY_LAUNCHER": launcher}
-    os.read(read_end, 1)  # until the launcher has died
-    if sys.argv[1] == "cleans":
-        for _ in range(200):
-            remove_if_orphaned()
-            time.sleep(0.01)
+    time.sleep(1)  # a learner that outlives its launcher
+    assert os.path.exists(folder.path)
     os._exit(0)
+if sys.argv[1] == "dies":
+    os.kill(folder._remover, signal.SIGKILL)
 print(folder.path, flush=True)
 time.sleep(60)
 """
@@ -43,8 +40,9 @@ def killed_launcher(child: str) -> Path:
 
 
 @pytest.mark.dist
-def test_a_learner_removes_the_folder_of_a_killed_launcher() -> None:
-    assert not killed_launcher("cleans").exists()
+def test_the_folder_of_a_killed_launcher_is_removed_once_its_learners_have_exited() -> None:
+    path = killed_launcher("cleans")
+    assert wait_until(lambda: not path.exists(), 20.0)
 
 
 @pytest.mark.dist

@@ -7,7 +7,6 @@ settings and test their connections; if one of them finds an error, all stop wit
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
 import sys
@@ -31,7 +30,6 @@ from roundelay.fleet.store import JobStore
 from roundelay.launch.environment import read_launcher_env
 from roundelay.launch.rendezvous import local_address_towards, store_from_env
 from roundelay.launch.runtime import SystemRuntime
-from roundelay.launch.scratch import remove_if_orphaned
 from roundelay.launch.startup import agree_to_start
 
 BACKENDS = {
@@ -179,7 +177,6 @@ def context_from_env(
 
     `digest`: settings that must be equal on all ranks.
     """
-    atexit.register(remove_if_orphaned)
     variables = read_launcher_env(env)
     rank, size = _integer(variables, "RANK"), _integer(variables, "WORLD_SIZE")
     local_rank = int(variables.get("LOCAL_RANK", "0"))

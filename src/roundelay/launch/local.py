@@ -30,7 +30,7 @@ from roundelay.fleet.membership import StoreMembership, failed_key
 from roundelay.fleet.store import EmbeddedStore, JobStore, connect_store, serve_store, serve_store_locally
 from roundelay.fleet.store_client import parse_address
 from roundelay.launch.rendezvous import STORE_VARIABLE
-from roundelay.launch.scratch import ScratchFolder, remove_if_orphaned, remove_stale_folders
+from roundelay.launch.scratch import ScratchFolder, remove_stale_folders
 
 GRACE_S = 9.0
 """Seconds the remaining ranks of a synchronous strategy have to exit after a failure, before they are killed.
@@ -115,9 +115,7 @@ def _run_learners(
 ) -> int:
     # fork before the store starts, so that the children do not inherit its threads and sockets
     fork_server = (
-        ForkServer(learn, size, bind_address, run, scratch.environment())
-        if torch.version.cuda is None and torch.version.hip is None
-        else None
+        ForkServer(learn, size, bind_address, run) if torch.version.cuda is None and torch.version.hip is None else None
     )
     children: list[Child] = []
     server: EmbeddedStore | None = None
@@ -138,7 +136,7 @@ def _run_learners(
         for rank in range(size) if fork_server is None else ():
             if signals:
                 break
-            children.append(_start(command, rank, size, bind_address, address, run, scratch.environment()))
+            children.append(_start(command, rank, size, bind_address, address, run))
         if signals and len(children) < size:
             return Interrupted.exit_code
         code = _wait_for_all(children, StoreMembership(store), run, survives_failures)
@@ -182,10 +180,7 @@ class ForkServer:
 
     ADDRESS = struct.Struct("256s")
 
-    def __init__(
-        self, learn: Callable[[], int], size: int, bind_address: str, run: Path | None, environment: dict[str, str]
-    ) -> None:
-        self._environment = environment
+    def __init__(self, learn: Callable[[], int], size: int, bind_address: str, run: Path | None) -> None:
         self._read_end, self._write_end = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -215,10 +210,8 @@ class ForkServer:
             os.close(self._write_end)
             os.setsid()
             discard_pending_signals()
-            os.environ |= self._environment
             message = os.read(self._read_end, self.ADDRESS.size)
             if not message:
-                remove_if_orphaned()
                 os._exit(0)
             address = message.rstrip(b"\0").decode()
             Path("/proc/self/comm").write_text(f"learner-{rank}")  # shown by ps and top
@@ -234,14 +227,13 @@ class ForkServer:
             with suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            remove_if_orphaned()
             os._exit(code)
 
 
 def _start(
-    command: Sequence[str], rank: int, size: int, bind_address: str, store: str, run: Path | None, environment: dict[str, str]
+    command: Sequence[str], rank: int, size: int, bind_address: str, store: str, run: Path | None
 ) -> subprocess.Popen[Any]:
-    env = {**os.environ, **environment, **child_environment(rank, size, bind_address, store)}
+    env = {**os.environ, **child_environment(rank, size, bind_address, store)}
     if rank == 0 or run is None:
         return subprocess.Popen(command, env=env, start_new_session=True)
     with _open_log(run, rank) as log:
