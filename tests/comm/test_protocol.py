@@ -340,3 +340,20 @@ def matrix(partners: Sequence[int]) -> np.ndarray:
     """Return the mixing matrix of one round."""
     identity = np.eye(len(partners))
     return (identity + identity[list(partners)]) / 2
+
+
+def test_a_slow_partner_delays_only_its_own_exchanges() -> None:
+    """Bytes of rank 1 trickle for minutes: it is not suspected, and ranks 0 and 2 exchange all the time."""
+    world = World(3, 3, "ring")
+    for _ in range(100):
+        for rank in (0, 2):
+            world.step(rank)
+            world.protocols[rank].progress(1, world.now)
+        for _ in range(4):
+            for source, target in ((0, 2), (2, 0)):
+                while world.channels[source, target] and (source, target) in world.deliverable():
+                    world.deliver(source, target)
+        world.tick()
+    for rank in (0, 2):
+        assert not world.protocols[rank].suspected
+        assert world.protocols[rank].exchanges > 40, world.protocols[rank].exchanges

@@ -32,6 +32,8 @@ MAX_OPEN = 2
 """Snapshots of this rank that are under way at the same time: of the exchange it has started, and of one that it answers. Each
 adds half a difference to w later, so with more of them w could leave the range of the weights that are averaged. An exchange
 that is answered depends on no other one, so ranks that wait for an answer cannot wait for each other in a circle."""
+LATE_S, LATE_FACTOR = 1.0, 4.0
+"""An exchange that takes longer than this time, and this many times the usual time, no longer keeps this rank from others."""
 SUSPECT_S = 3.0
 """An open exchange without progress for this time makes its partner suspected."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 8.0
@@ -98,6 +100,8 @@ class Edge:
     applied: int = 0
     acknowledged: int = 0
     """Last number that the peer has applied."""
+    opened_at: float = 0.0
+    """When the last snapshot was taken."""
     progress_at: float = 0.0
 
     @property
@@ -130,6 +134,8 @@ class GossipProtocol:
         self._initiating = True
         self._initiated: int | None = None
         self._deferred: list[int] = []
+        self._usual_s = 0.0
+        """Usual duration of an exchange; it follows short ones faster than long ones."""
         self._retry: dict[int, tuple[float, float]] = {}
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -144,7 +150,7 @@ class GossipProtocol:
         for peer, edge in self.edges.items():
             if edge.open and now - edge.progress_at > SUSPECT_S:
                 self._suspect(peer)
-        return self._answer_deferred() + self._initiate(now)
+        return self._answer_deferred(now) + self._initiate(now)
 
     def averaged(self, peer: int, rounds: int, now: float) -> list[Action]:
         """The average that this rank started in shared memory is done; `rounds` is the clock of both sides after it."""
@@ -195,7 +201,7 @@ class GossipProtocol:
             self._deferred.remove(peer)
         if self._initiated == peer:
             self._initiated = None
-        return self._answer_deferred() + self._initiate(now)
+        return self._answer_deferred(now) + self._initiate(now)
 
     def announced(self, peer: int, number: int, now: float) -> list[Action]:
         """The header of snapshot `number` has arrived. Raises ValueError if the peer violates the protocol."""
@@ -203,21 +209,23 @@ class GossipProtocol:
         if number != edge.applied + 1 or edge.announced > edge.applied:
             raise ValueError(f"snapshot {edge.applied + 1} is next (got {number})")
         edge.announced, edge.progress_at = number, now
-        if edge.sent < number and self._open_snapshots() >= MAX_OPEN:
+        if edge.sent < number and self._open_snapshots(now) >= MAX_OPEN:
             self._deferred.append(peer)
             return []
-        return self._answer(peer)
+        return self._answer(peer, now)
 
     def received(self, peer: int, number: int, now: float) -> list[Action]:
         """Snapshot `number` is in memory."""
         edge = self.edges[peer]
         edge.applied, edge.progress_at = number, now
+        seconds = now - edge.opened_at
+        self._usual_s += (seconds - self._usual_s) * (0.3 if seconds < self._usual_s else 0.05)
         actions: list[Action] = [ApplyHalfDifference(peer, number)]
         if edge.acknowledged >= number:
             actions.append(Discard(peer, number))
         self.suspected.discard(peer)
         self._complete(peer)
-        return actions + self._answer_deferred() + self._initiate(now)
+        return actions + self._answer_deferred(now) + self._initiate(now)
 
     def acknowledged(self, peer: int, number: int, now: float) -> list[Action]:
         """The peer has applied snapshots up to `number`."""
@@ -266,24 +274,29 @@ class GossipProtocol:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _open_snapshots(self) -> int:
-        """Return the number of snapshots of this rank that are under way, not counting those to partners that are silent."""
+    def _open_snapshots(self, now: float) -> int:
+        """Return the number of snapshots of this rank that are under way, without those to silent and slow partners."""
         return sum(
-            edge.sent > edge.applied and edge.connected and peer not in self.suspected for peer, edge in self.edges.items()
+            edge.sent > edge.applied and edge.connected and peer not in self.suspected and not self._late(edge, now)
+            for peer, edge in self.edges.items()
         )
 
-    def _answer(self, peer: int) -> list[Action]:
+    def _late(self, edge: Edge, now: float) -> bool:
+        """Return whether the open exchange of an edge takes far longer than usual: a slow partner delays only its own."""
+        return now - edge.opened_at > max(LATE_S, LATE_FACTOR * self._usual_s)
+
+    def _answer(self, peer: int, now: float) -> list[Action]:
         edge = self.edges[peer]
         actions: list[Action] = []
         if edge.sent < edge.announced:
-            edge.sent = edge.announced
+            edge.sent, edge.opened_at = edge.announced, now
             actions.append(SendSnapshot(peer, edge.sent, fresh=True))
         return [*actions, Receive(peer, edge.announced)]
 
-    def _answer_deferred(self) -> list[Action]:
-        if not self._deferred or self._open_snapshots() >= MAX_OPEN:
+    def _answer_deferred(self, now: float) -> list[Action]:
+        if not self._deferred or self._open_snapshots(now) >= MAX_OPEN:
             return []
-        return self._answer(self._deferred.pop(0))
+        return self._answer(self._deferred.pop(0), now)
 
     def _suspect(self, peer: int) -> None:
         self.suspected.add(peer)
@@ -315,6 +328,8 @@ class GossipProtocol:
 
     def _initiate(self, now: float) -> list[Action]:
         """Start an exchange with the partner of the next usable round, if one is due and none started by this rank is open."""
+        if self._initiated in self.edges and self._late(self.edges[self._initiated], now):
+            self._initiated = None
         if not self._initiating or self._initiated is not None or self._owed < 1.0 or len(self.failed) + 1 >= self.size:
             return []
         skipped = self.skipped
@@ -327,11 +342,11 @@ class GossipProtocol:
             elif peer in self.local:
                 self._initiated = peer
                 return [Average(peer, self.rounds)]
-            elif self._open_snapshots() >= MAX_OPEN:
+            elif self._open_snapshots(now) >= MAX_OPEN:
                 break
             else:
                 self._initiated, edge = peer, self.edges[peer]
-                edge.sent, edge.progress_at = edge.applied + 1, now
+                edge.sent, edge.opened_at, edge.progress_at = edge.applied + 1, now, now
                 return [SendSnapshot(peer, edge.sent, fresh=True)]
         self.skipped = skipped  # no partner is available now; the clock advances, so that later rounds are tried next
         return []
