@@ -150,7 +150,7 @@ class Switch:
         leaves = now
         if port.rate:
             waits = max(0.0, port.free_at - now)
-            if waits and waits + len(packet) / port.rate > QUEUE_S:  # the queue holds so many bytes, as that of `tc tbf` does
+            if waits and waits + len(packet) / port.rate > QUEUE_S:  # a limit in bytes, as that of `tc tbf`
                 port.dropped += 1
                 return
             leaves = port.free_at = max(now, port.free_at) + len(packet) / port.rate

@@ -33,7 +33,7 @@ MAX_OPEN = 2
 adds half a difference to w later, so with more of them w could leave the range of the weights that are averaged. An exchange
 that is answered depends on no other one, so ranks that wait for an answer cannot wait for each other in a circle."""
 LATE_S, LATE_FACTOR = 1.0, 4.0
-"""An exchange that takes longer than this time, and this many times the usual time, no longer keeps this rank from others."""
+"""An exchange that takes longer than LATE_S, and LATE_FACTOR times as long as usual, keeps this rank from no other exchange."""
 SUSPECT_S = 3.0
 """An open exchange without progress for this time makes its partner suspected."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 8.0
