@@ -1,24 +1,28 @@
-"""Read damaged files with every reader and count tracebacks, hangs and executed payloads: python -m benchmarks.fuzz 20000."""
+"""Read damaged files with every reader and count tracebacks, hangs and executed payloads.
+
+Print one JSON object. Exit code 1 if there was anything but a message.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+from benchmarks.common import parser, run_main
 
 TESTS = Path(__file__).parents[1] / "tests"
 
 
-def main() -> int:
-    """Print one JSON object; exit 1 if anything but a message came out."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", type=int, help="damaged files over all readers")
-    parser.add_argument("--only", default="", help="name of one reader")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
-    args = parser.parse_args()
+def main(argv: Sequence[str]) -> int:
+    p = parser("fuzz", __doc__, "python -m benchmarks.fuzz 20000")
+    p.add_argument("cases", type=int, help="damaged files over all readers")
+    p.add_argument("--only", default="", help="name of one reader")
+    p.add_argument("--first", type=int, default=0, help="seed of the first case")
+    args = p.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path[:0] = [str(TESTS / "fuzz"), str(TESTS / "support")]
     from readers import READERS, fuzz
@@ -43,4 +47,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)
