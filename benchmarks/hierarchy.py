@@ -107,12 +107,12 @@ def row(workers: NetnsCluster, entry: Competitor, case: str, runs: Sequence[Time
 
 
 def crossing_rounds(homes: Sequence[int], machine: int, entry: Competitor, run: TimeToLossResult) -> int:
-    """Return the number of rounds with an exchange between this machine and another."""
+    """Return the rounds with an exchange between this machine and another, if ranks exchange in the order of their rounds."""
     members = list(range(len(homes)))
     if entry.name == "hierarchical":
         members = [rank for rank in members if rank == homes.index(homes[rank])]  # first ranks only
     matching = SeededTopologies(0).matching("ring", len(members))
-    rounds = max(m["rounds"] for m in run.members)
+    rounds = round(sum(run.members[rank]["exchanges"] for rank in members) / len(members))  # without skipped ones
     where = [homes[rank] for rank in members]
     return sum(any(where[a] == machine != where[b] for a, b in enumerate(matching(number))) for number in range(rounds))
 

@@ -1,6 +1,6 @@
 """Rules on imports and calls that the contracts of import-linter cannot express, checked on the source.
 
-torch.distributed           only in comm.torch_backend, fleet.store and launch
+torch.distributed           only in comm.torch_backend, comm.torch_store and launch
 greenlet                    only in simulate, replay and api
 time, random, threading …   never in strategies, topology, theory and comm.gossip.protocol
 strategies, topology        import nothing of this package but core, errors and log; no strategy imports another
@@ -25,7 +25,7 @@ MODULES = {
 ONLY_IN = {
     "torch.distributed": (
         "roundelay.comm.torch_backend",
-        "roundelay.fleet.store",
+        "roundelay.comm.torch_store",
         "roundelay.launch",
         "roundelay.bench",
         "benchmarks",
@@ -47,8 +47,14 @@ MAY_IMPORT = {
     "roundelay.topology": ("roundelay.core", *BASE),
     "roundelay.speech": BASE,
     "roundelay.data": BASE,
-    "roundelay.report": ("roundelay.metrics.events", "roundelay.metrics.run_files", *BASE),
-    "roundelay.comm.gossip": ("roundelay.core", "roundelay.comm.shared_memory", "roundelay.fleet", *BASE),
+    "roundelay.report": ("roundelay.metrics.events", "roundelay.metrics.gaps", "roundelay.metrics.run_files", *BASE),
+    "roundelay.comm.gossip": (
+        "roundelay.core",
+        "roundelay.comm.shared_memory",
+        "roundelay.comm.vectors",
+        "roundelay.fleet",
+        *BASE,
+    ),
 }
 MAY_PRINT = ("roundelay.cli", "roundelay.log")
 

@@ -200,7 +200,7 @@ def walk_exchange() -> Diagram:
     diagram.arrow([(center + 60, 226 + high), (left + wide, 350)])
     diagram.arrow([(center + wide - 60, 226 + high), (right, 350)])
     diagram.note(WIDTH / 2, 412, "leaving: comm/gossip/handle.py drains to the highest round entered", "middle")
-    diagram.note(WIDTH / 2, 428, "a late heartbeat: engine/heartbeat.py, fleet/membership.py", "middle")
+    diagram.note(WIDTH / 2, 428, "an expired heartbeat: fleet/heartbeat.py, fleet/membership.py", "middle")
     return diagram
 
 

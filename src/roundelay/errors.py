@@ -7,7 +7,11 @@ prints the three parts and exits with the code of the class.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import struct
+import tokenize
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class RoundelayError(Exception):
@@ -47,6 +51,26 @@ class Interrupted(RoundelayError):
     """The run was interrupted and its progress is saved."""
 
     exit_code = 130
+
+
+PARSE_ERRORS = (
+    OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError, EOFError, RecursionError,
+    MemoryError, AssertionError, struct.error, tokenize.TokenError, zlib.error,
+)  # fmt: skip
+"""What the parse of a damaged file can raise."""
+
+
+@contextmanager
+def reading(what: str, where: object, hint: str = "write or copy the file again") -> Iterator[None]:
+    """Turn the exceptions of a parse into a DataError that names the file. Use it around pure parsing only."""
+    try:
+        yield
+    except RoundelayError:
+        raise
+    except PARSE_ERRORS as error:
+        cause = str(error.strerror if isinstance(error, OSError) and error.strerror else error)[:200].strip()
+        detail = f"{type(error).__name__}: {cause}" if cause else type(error).__name__
+        raise DataError(f"{what} cannot be read: {detail}", where=str(where).replace("\0", "\\0"), hint=hint) from error
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

@@ -378,7 +378,7 @@ def test_batches_by_machine_and_by_probe(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("differ", "complaint"),
     [
-        ({"WORLD_SIZE": "3"}, "WORLD_SIZE must be equal on all ranks (rank 1: 3, rank 0: 2)"),
+        ({"WORLD_SIZE": "3"}, "WORLD_SIZE must be equal on all ranks (rank 0: 2, rank 1: 3)"),
         ({"override": "lr=0.3"}, "lr must be equal on all ranks"),
     ],
 )

@@ -1,14 +1,16 @@
-"""The gossip thread by itself: how it enters and leaves rounds."""
+"""The gossip thread by itself: who averages, what happens with a locked or silent partner, and errors."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
 import torch
 
 from roundelay.comm.gossip.thread import GossipThread
-from roundelay.comm.shared_memory import CURRENT_ROUND, LocalVectors, SharedVector
+from roundelay.comm.vectors import GOSSIPS, LocalVectors, SharedVector
+from roundelay.core.wait import wait_until
 
 
 class Pair:
@@ -24,7 +26,8 @@ class Pair:
         return (1, 0)
 
 
-def two_vectors() -> LocalVectors:
+@pytest.fixture
+def vectors() -> LocalVectors:
     vectors = LocalVectors(range(2))
     for rank in range(2):
         vectors.publish(rank, torch.full((4,), float(rank)))
@@ -36,34 +39,66 @@ def thread_of(vectors: LocalVectors, rank: int) -> GossipThread:
     return GossipThread(SharedVector(view, rank), view, 2, b"", None, lambda peer, reason: None)
 
 
-def test_a_last_round_set_during_a_move_is_not_overrun() -> None:
-    thread, pair = thread_of(two_vectors(), 0), Pair()
-    thread._matching, thread._round, thread._current_round, thread._initiating = pair, 7, 6, False
-    pair.on_lookup = lambda: setattr(thread, "_last_round", 6)  # what drain_to() does, from another thread
-    assert not thread._advance()
-    assert thread._current_round == 6
-    assert not thread._advance()
-    assert thread._drained.is_set()
-
-
-def test_a_rank_without_steps_answers_but_never_initiates() -> None:
-    vectors = two_vectors()
+def test_an_exchange_needs_one_side_only(vectors: LocalVectors) -> None:
     thread = thread_of(vectors, 0)
-    thread._matching, thread._initiating = Pair(), False
-    assert not thread._advance()
-    vectors.headers[1][CURRENT_ROUND] = 0  # rank 1 waits in round 0
-    while thread._advance():
-        pass
-    assert thread.exchanges == 1
+    vectors.headers[1][GOSSIPS] = 1  # rank 1 gossips, but its thread never runs
+    thread.gossip(Pair(), 1.0)
+    thread.notify_step()
     assert vectors.vectors[0].tolist() == vectors.vectors[1].tolist() == [0.5] * 4
+    assert thread.exchanges == 1
+    thread.close()
 
 
-def test_an_error_of_the_thread_is_raised_in_the_caller() -> None:
-    thread, pair = thread_of(two_vectors(), 0), Pair()
-    pair.on_lookup = lambda: 1 / 0
+def test_a_partner_that_does_not_gossip_yet_is_left_alone(vectors: LocalVectors) -> None:
+    thread = thread_of(vectors, 0)
+    thread.gossip(Pair(), 1.0)
+    thread.notify_step()
+    assert vectors.vectors[1].tolist() == [1.0] * 4
+    thread.close()
+
+
+def test_exchanges_by_the_partner_count_and_give_limited_credit(vectors: LocalVectors) -> None:
+    threads = [thread_of(vectors, rank) for rank in range(2)]
+    for thread in threads:
+        thread.gossip(Pair(), 1.0)
+    for _ in range(10):
+        threads[0].notify_step()
+    assert [thread.exchanges for thread in threads] == [10, 10]
+    for _ in range(10):
+        threads[1].notify_step()
+    assert threads[1].exchanges >= 18  # its own, although its partner's were ten ahead
+    for thread in threads:
+        thread.close()
+
+
+def test_a_step_does_not_wait_for_a_partner_that_holds_its_lock(vectors: LocalVectors) -> None:
+    thread = thread_of(vectors, 0)
+    vectors.headers[1][GOSSIPS] = 1
+    thread.start()
+    thread.gossip(Pair(), 1.0)
+    done = threading.Event()
+    with vectors.locks[1]:
+
+        def steps() -> None:
+            for _ in range(20):
+                thread.notify_step()
+            done.set()
+
+        threading.Thread(target=steps, daemon=True).start()
+        assert done.wait(5.0)
+        assert thread.exchanges == 0
+    wait_until(lambda: thread.notify_step() or thread.exchanges, 10.0, lambda: TimeoutError("no exchange"), poll_s=0.05)
+    thread.close()
+
+
+def test_an_error_of_the_thread_is_raised_in_the_caller(vectors: LocalVectors) -> None:
+    thread, pair = thread_of(vectors, 0), Pair()
+    thread._inline = False
     thread.start()
     thread.gossip(pair, 1.0)
-    thread.drain_to(3)
+    pair.on_lookup = lambda: 1 / 0
+    thread.notify_step()
+    wait_until(lambda: thread.error, 10.0, lambda: TimeoutError("no error"))
     with pytest.raises(RuntimeError, match="the gossip thread of rank 0 failed: division by zero"):
         thread.raise_if_failed()
     thread.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import select
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
-from roundelay.comm.shared_memory import LocalVectors, SharedVector, SharedVectors, ShmVectors, allocate, drain_socket
+from roundelay.comm.shared_memory import ShmVectors, memory_file
+from roundelay.comm.vectors import LocalVectors, SharedVector, SharedVectors, drain_socket
 from roundelay.errors import PeerLost, UsageError
 from roundelay.fleet.store import LocalStore
 
@@ -90,10 +90,10 @@ def test_a_closed_rank_is_not_alive() -> None:
 
 
 def test_a_rank_that_does_not_join_is_an_error() -> None:
-    with pytest.raises(PeerLost, match=r"did not set 'test/ready' in the store"):
+    with pytest.raises(PeerLost, match=r"ranks \[1\] did not share their memory"):
         ShmVectors(range(2), 0, torch.zeros(1), LocalStore(), "test", 0.05)
 
 
-def test_full_shared_memory_is_a_usage_error(tmp_path: Path) -> None:
+def test_full_shared_memory_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="shared memory is full"):
-        allocate(tmp_path / "w-0", 1 << 60, 0)
+        memory_file("w-0", 1 << 60, "rank 0")

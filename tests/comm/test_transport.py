@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -11,17 +12,20 @@ import torch
 
 from roundelay.comm.gossip.thread import GossipThread
 from roundelay.comm.gossip.transport import (
+    APPLIED,
     HEADER,
     MAGIC,
     ConnectionClosed,
     MessageType,
     RemoteMemoryClient,
     accept_handshake,
+    answer_handshake,
     bytes_of,
     connect,
     listen,
+    receive_into,
 )
-from roundelay.comm.shared_memory import LocalVectors, SharedVector
+from roundelay.comm.vectors import LocalVectors, SharedVector
 from roundelay.errors import PeerLost
 
 TOKEN = b"0123456789abcdef"
@@ -82,7 +86,8 @@ def rejected(sock: socket.socket) -> bool:
 
 
 def hello(rank: int, token: bytes, length: int | None = None) -> bytes:
-    return HEADER.pack(MAGIC, MessageType.HELLO, rank, len(token) if length is None else length) + token
+    payload = token + APPLIED.pack(0)
+    return HEADER.pack(MAGIC, MessageType.HELLO, rank, len(payload) if length is None else length) + payload
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,7 @@ def hello(rank: int, token: bytes, length: int | None = None) -> bytes:
         [hello(1, TOKEN[:-1])],
         [hello(1, TOKEN + b"!")],
         [hello(1, b"", length=1 << 60)],
-        [hello(1, TOKEN[:4], length=16)],
+        [hello(1, TOKEN[:4], length=24)],
         [HEADER.pack(MAGIC, MessageType.ADD, 0, 24) + bytes(24)],
         [HEADER.pack(MAGIC, MessageType.GET, 0, 0)],
         [HEADER.pack(MAGIC, 77, 0, 0)],
@@ -136,17 +141,41 @@ def test_a_silent_connection_delays_no_other_connection(listener: Listener) -> N
     silent.close()
 
 
-def test_a_partner_that_closes_its_connection_is_reported_lost(listener: Listener) -> None:
-    partner = connect(listener.address, 1, TOKEN, 10.0)
-    listener.thread.await_partners(1, 10.0)
-    partner.close()
-    listener.thread.await_partners(1, 10.0)  # failed partners count
-    for _ in range(500):
-        if listener.lost:
-            break
-        listener.thread.sync()
-    assert listener.lost == [1]
+class Pair:
+    """Ranks 0 and 1 are partners in every round."""
+
+    edges = frozenset({(0, 1)})
+
+    def __call__(self, round: int) -> tuple[int, int]:
+        return (1, 0)
+
+
+def test_a_partner_that_closes_its_connection_is_not_failed_and_may_come_back(listener: Listener) -> None:
+    listener.thread.gossip(Pair(), 1.0)
+    for _ in range(3):
+        partner, applied = connect(listener.address, 1, TOKEN, 10.0)
+        assert applied == 0
+        partner.close()
+    assert listener.lost == []
     assert listener.answers()
+
+
+def test_an_exchange_that_a_lost_connection_interrupts_is_completed_later(listener: Listener) -> None:
+    listener.thread.gossip(Pair(), 1.0)
+    sock, _ = connect(listener.address, 1, TOKEN, 10.0)
+    theirs = torch.full_like(VECTOR, 10.0)
+    sock.sendall(HEADER.pack(MAGIC, MessageType.EXCHANGE, 1, VECTOR.nbytes) + bytes_of(theirs)[:7])
+    receive_into(sock, memoryview(bytearray(HEADER.size + VECTOR.nbytes)))  # its snapshot 1
+    sock.close()
+    assert torch.equal(listener.shared_weights.vector, VECTOR)
+    sock, applied = connect(listener.address, 1, TOKEN, 10.0, applied=1)  # this side has applied it
+    assert applied == 0
+    sock.sendall(HEADER.pack(MAGIC, MessageType.EXCHANGE, 1, VECTOR.nbytes) + bytes_of(theirs))
+    answer = bytearray(HEADER.size)
+    receive_into(sock, memoryview(answer))
+    assert HEADER.unpack(answer)[1:] == (MessageType.ACK, 1, 0)
+    assert torch.allclose(listener.shared_weights.vector, (VECTOR + 10.0) / 2)
+    sock.close()
 
 
 def test_a_client_names_the_rank_that_does_not_answer(listener: Listener) -> None:
@@ -156,15 +185,32 @@ def test_a_client_names_the_rank_that_does_not_answer(listener: Listener) -> Non
         client.get(bytes_of(torch.empty_like(VECTOR)))
 
 
-def test_a_handshake_returns_the_rank() -> None:
+def test_a_handshake_returns_the_rank_and_the_last_exchange() -> None:
     with listen("127.0.0.1") as listener:
         listener.setblocking(True)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        for token, rank in ((TOKEN, 7), (TOKEN, -3)):
-            with connect(address, rank, token, 5.0), listener.accept()[0] as sock:
-                assert accept_handshake(sock, TOKEN) == rank
-        with connect(address, 7, b"x" * 16, 5.0), listener.accept()[0] as sock, pytest.raises(ConnectionClosed, match="token"):
-            accept_handshake(sock, TOKEN)
+        results: list[tuple[int, int]] = []
+
+        def accept() -> None:
+            sock, _ = listener.accept()
+            try:
+                results.append(accept_handshake(sock, TOKEN))
+                answer_handshake(sock, 0, 5)
+            except ConnectionClosed:
+                sock.close()
+
+        for token, rank in ((TOKEN, 7), (TOKEN, -3), (b"x" * 16, 7)):
+            thread = threading.Thread(target=accept)
+            thread.start()
+            if token == TOKEN:
+                sock, applied = connect(address, rank, token, 5.0, applied=3)
+                assert applied == 5
+                sock.close()
+            else:
+                with pytest.raises(ConnectionClosed):
+                    connect(address, rank, token, 5.0)
+            thread.join(10)
+        assert results == [(7, 3), (-3, 3)]
 
 
 def test_a_listener_is_reachable_at_its_address_only() -> None:

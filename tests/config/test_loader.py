@@ -52,7 +52,7 @@ def values(name: str) -> st.SearchStrategy[Any]:
     if kind == "int":
         return st.integers(int(rules["minimum"] or 0), int(rules["maximum"] or 2**31))
     if kind == "float":
-        return st.floats(rules["minimum"] or 0.0, 1e9, allow_nan=False)
+        return st.floats(rules["minimum"] or 0.0, rules["maximum"] or 1e9, allow_nan=False)
     return words
 
 

@@ -9,6 +9,8 @@ import time
 import pytest
 from command import Job, Jobs, gone
 
+from roundelay.engine.manifest import verify
+
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LIMIT_S = 60.0
 """Hard limit for the remaining processes to exit; the machine may have other work."""
@@ -86,3 +88,30 @@ def test_learners_do_not_outlive_the_command_that_started_them(jobs: Jobs) -> No
     while not all(gone(pid) for pid in learners):
         assert time.monotonic() < deadline, "learners still run without the process that serves their store"
         time.sleep(0.05)
+
+
+@pytest.mark.timeout(150)
+def test_checkpoints_that_wait_for_a_frozen_rank_do_not_end_the_run(jobs: Jobs) -> None:
+    """Many positions wait until its failure; the other ranks then complete and delete them at the same time."""
+    settings = [
+        "strategy=adpsgd",
+        "learners=3",
+        "epochs=60",
+        "checkpoint_every_epochs=0.5",
+        "failure_s=2",
+        "keep_checkpoints=2",
+    ]
+    job = jobs.train(*settings, "timeout_s=20", hold_at=30, hold_rank=1, pause_s=0.005)
+    job.until(lambda: 1 in jobs.held(), "gradient of rank 1")
+    frozen = job.learners()[1]
+    os.kill(frozen, signal.SIGSTOP)
+    ckpt = jobs.folder / "run" / "ckpt"
+    job.until(lambda: len(list(ckpt.glob(".samples-*.partial"))) >= 3, "third waiting checkpoint")
+    job.until(lambda: len({e["rank"] for e in jobs.events(kind="lost")}) == 2, "declared failure")
+    job.until(lambda: (jobs.folder / "run" / "model.safetensors").exists(), "model")
+    os.kill(frozen, signal.SIGKILL)  # the command waits for it
+    job.end(LIMIT_S).expect(0)
+    assert jobs.checkpoints()[-1] == f"samples-{60 * 120:012d}"
+    for name in jobs.checkpoints():
+        verify(ckpt / name)
+    assert not list(ckpt.glob(".*.partial"))

@@ -120,6 +120,8 @@ def in_threads(ranks: list[DynamicSharding], begun: Iterator[BatchLease] | None 
 
     def learner(rank: int) -> None:
         for lease in begun if begun is not None and rank == 0 else ranks[rank]:
+            if not ranks[rank].begin(lease):
+                continue
             result[rank].append(lease)
             ranks[rank].complete(lease.span)
 
@@ -173,8 +175,9 @@ def test_leases_of_failed_ranks_are_returned(scenario: Scenario, data: st.DataOb
     drawn_leases = take(iter(ranks[failed_rank]), data.draw(st.integers(0, 4)), scenario)
     completed = drawn_leases[: data.draw(st.integers(0, len(drawn_leases)))]
     for lease in completed:
+        assert ranks[failed_rank].begin(lease)
         ranks[failed_rank].complete(lease.span)
-    ranks[failed_rank]._publish_lease()  # as before the next lease
+    ranks[failed_rank]._write()  # as before the next lease
     failed.append(failed_rank)
     leases = in_threads([sharding for rank, sharding in enumerate(ranks) if rank != failed_rank])
     everything = indices(scenario, completed) + [p for rank in leases for p in indices(scenario, rank)]
@@ -201,6 +204,7 @@ def test_after_a_stop_only_existing_leases_are_done(scenario: Scenario) -> None:
     leases = iter(ranks[0])
     first = next(leases)
     ranks[0].stop()
+    assert ranks[0].begin(first)
     ranks[0].complete(first.span)
     leases = [[first], *in_threads(ranks, leases)]
     everything = [p for rank in leases for p in indices(scenario, rank)]

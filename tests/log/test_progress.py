@@ -12,7 +12,7 @@ from terminal import COLOR, ESCAPE, in_terminal, lines_of
 from roundelay.log import progress
 from roundelay.log.progress import Progress, ProgressRate, format_duration, wrap
 from roundelay.metrics import dashboard
-from roundelay.metrics.dashboard import RunTitle, aggregate, format_line, render_panel
+from roundelay.metrics.dashboard import RunTitle, aggregate, format_exchanges, format_line, render_panel
 
 WORDS = ("loss", "lr", "samples/s", "compute", "data", "staleness", "left", "slowest")
 
@@ -152,6 +152,33 @@ def test_metrics_of_all_learners_are_aggregated() -> None:
     assert (fleet.slowest, round(fleet.slowdown, 2)) == (1, round(0.85 / 0.45, 2))
 
 
+def test_exchanges_are_counted_over_the_learners_that_have_some() -> None:
+    ranks = [learner(0, exchanges=12, longest_gap=3), learner(1, exchanges=3, longest_gap=17), learner(2, exchanges=0)]
+    fleet = aggregate(ranks)  # type: ignore[arg-type]
+    assert (fleet.exchanges_per_gradient, fleet.longest_gap) == (0.75, 17), "rank 2 takes no part, as in a hierarchy"
+    assert format_exchanges(fleet) == "0.75 per gradient, at most 17 gradients without one"
+    none = aggregate([learner(0, exchanges=0, longest_gap=10)])  # type: ignore[list-item]
+    assert format_exchanges(none) == "0.00 per gradient, at most 10 gradients without one", "exchanges that fail are visible"
+    assert format_exchanges(aggregate([learner(0, exchanges=0)])) == "", "a strategy without gossip"  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("gossip", [True, False])
+def test_line_and_panel_show_exchanges_of_gossip_only(gossip: bool) -> None:
+    from rich.console import Console
+
+    rate = ProgressRate()
+    rate.update(0, 1000, 0.0)
+    rate.update(500, 1000, 10.0)
+    more = {"exchanges": 12, "longest_gap": 1} if gossip else {"exchanges": 0}
+    ranks, title = [learner(0, **more), learner(1, **more)], RunTitle("adpsgd", 500)
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None).print(render_panel(title, rate, ranks, "", 80))  # type: ignore[arg-type]
+    line = format_line(title, rate, aggregate(ranks))  # type: ignore[arg-type]
+    text = "1.20 per gradient, at most 1 gradient without one"
+    assert (f"exchanges {text};" in line, f"exchanges  {text}" in out.getvalue()) == (gossip, gossip)
+    assert ("exchanges" in line, "exchanges" in out.getvalue()) == (gossip, gossip)
+
+
 def test_the_plain_line_has_all_metrics() -> None:
     rate = ProgressRate()
     rate.update(0, 1000, 0.0)
@@ -169,7 +196,8 @@ def test_the_panel_fits_the_width(width: int, learners: int) -> None:
     rate = ProgressRate()
     rate.update(0, 2_000_000, 0.0)
     rate.update(1_000_000, 2_000_000, 86_400.0)
-    metrics = [learner(r, samples_per_s=123456.0, pair_distance=0.0123) for r in range(learners)]
+    more = {"pair_distance": 0.0123, "exchanges": 12, "longest_gap": 1234}
+    metrics = [learner(r, samples_per_s=123456.0, **more) for r in range(learners)]
     out = io.StringIO()
     title = RunTitle("hierarchical(adpsgd), 12 learners", 900_000, 21.0, 0.21)
     panel = render_panel(title, rate, metrics, "loss 1.2345", width)  # type: ignore[arg-type]
@@ -177,4 +205,7 @@ def test_the_panel_fits_the_width(width: int, learners: int) -> None:
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue(), "nothing is cut off"
+    row = next(line for line in lines if "exchanges" in line)
+    assert "1.20 per gradient, at most 1234" in row
+    assert "without one" in row, "in one line"
     assert ("and 4 more" in out.getvalue()) == (learners > dashboard.MAX_RANKS_SHOWN)

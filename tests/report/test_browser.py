@@ -89,6 +89,12 @@ def test_the_figures_show_the_numbers_of_the_run(run: Path, browser: Browser) ->
     assert f"rank 1: computing gradients {number(spent, 3)} s" in figure(browser, "time-split")
     mixed = next(e for e in events if e["event"] == "start")["mixing"]
     assert f"weight of rank 1 in the average of rank 0: {number(mixed['weights'][0][2], 3)}" in figure(browser, "mixing")
+    gradients = sum(n for e in events if e["event"] == "steps" for n in e.get("exchange_gaps", {}).values())
+    exchanges = sum(e["exchanges"] for e in events if e["event"] == "steps")
+    shown = browser.run("document.querySelector('[data-figure=exchange-gaps]').innerText")
+    assert re.search(rf"exchanges per gradient\s+{re.escape(number(exchanges / gradients, 3))}\s", shown)
+    longest = max(e["longest_gap"] for e in events if e["event"] == "summary")
+    assert re.search(rf"longest run of gradients without an exchange\s+{longest}\s", shown)
     assert "torch" in browser.run("document.querySelector('[data-figure=details]').innerText")
     assert browser.problems == []
 

@@ -45,6 +45,14 @@ def test_a_resumed_run_counts_no_idle_time_and_nothing_twice(tmp_path: Path) -> 
     assert [e["position"] for e in run.evaluations] == [200, 400]
 
 
+def test_events_that_another_rank_wrote_before_the_start_event_count(tmp_path: Path) -> None:
+    early = [steps(1, 1.0, 100), steps(1, 2.0, 200)]
+    run = read_run(write_run(tmp_path / "a", [*early, start(2, second=2.1), steps(0, 3.0, 300), steps(1, 3.0, 400)]))
+    assert [e["position"] for e in run.steps[1]] == [100, 200, 400]
+    assert run.samples == 400
+    assert run.seconds == pytest.approx(3.0)
+
+
 def test_an_evaluation_is_shown_at_the_time_of_its_checkpoint(tmp_path: Path) -> None:
     saved = {"event": "checkpoint", "time": BEGAN + 1.0, "rank": 0, "position": 100, "spread": 0.125}
     run = read_run(write_run(tmp_path / "a", [steps(0, 1.0, 0), saved, steps(0, 2.0, 100), evaluation(2.0, 100, loss=0.75)]))
@@ -96,3 +104,12 @@ def test_runs_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
     paths = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "z", tmp_path / "w" / "network"]
     assert names_of(paths) == ["x/run", "y/run", "z", "w/network"]
     assert names_of([tmp_path / "z", tmp_path / "z"]) == ["z", "z"]
+
+
+def test_names_of_metrics_are_text_and_the_page_forbids_scripts(tmp_path: Path) -> None:
+    name = 'q"><img src=x onerror=alert(1)>'
+    run = read_run(write_run(tmp_path / "a", [start(1), steps(0, 1.0, 100), evaluation(1.0, 100, True, **{name: 1.0})]))
+    text = page([run])
+    assert "onerror" in text
+    assert "<img" not in text
+    assert "default-src 'none'" in text

@@ -153,6 +153,58 @@ def test_a_global_mean_and_a_server_have_their_own_pictures() -> None:
     assert mixing.heat({**nodes, "kind": "server", "weights": []}) == ""
 
 
+def gaps_card(text: str) -> str:
+    """Return the card on gradients without an exchange; "" if the page has none."""
+    _, _, after = text.partition('data-figure="exchange-gaps"')
+    return after.partition("</figure>")[0]
+
+
+def test_the_page_shows_runs_of_gradients_without_an_exchange(tmp_path: Path) -> None:
+    events = [
+        start(2),
+        steps(0, 1.0, 0, exchanges=6, exchange_gaps={"0": 6, "1": 3, "2": 1}),
+        steps(0, 2.0, 0, exchanges=6, exchange_gaps={"3": 1, "0": 7, "1": 2}),  # the run of 2 gradients continues
+        steps(1, 2.0, 0, exchanges=3, exchange_gaps={"0": 3, "1": 2}),
+        steps(1, 3.0, 0, exchanges=0),  # without a step
+    ]
+    run = read_run(write_run(tmp_path / "a", events))
+    assert series.gap_lengths(run) == {0: 8 + 1, 1: 4 + 2, 3: 1}
+    assert series.exchanges_per_gradient(run) == pytest.approx(15 / 25)
+    shown = gaps_card(page([run]))
+    assert f"{number(100 * 9 / 16, 3)} % have length 0" in shown
+    assert f"{number(100 / 16, 3)} % have length 3" in shown
+    assert "have length 2" not in shown
+    for name, value in (("exchanges per gradient", "0.600"), ("longest run of gradients without an exchange", "3")):
+        assert f'<td>{name}</td><td class="n">{value}</td>' in shown
+
+
+def test_only_runs_with_gossip_have_runs_of_gradients(tmp_path: Path) -> None:
+    without = read_run(write_run(tmp_path / "without", [start(2), steps(0, 1.0, 0, exchanges=0)]))
+    mixing_run = read_run(write_run(tmp_path / "<b>", [start(2), steps(0, 1.0, 0, exchange_gaps={"0": 4, "1": 1, "2": 1})]))
+    assert gaps_card(page([without])) == ""
+    rows = re.findall(r"<tr>(.*?)</tr>", gaps_card(page([without, mixing_run])).partition("<tbody>")[2])
+    assert [re.findall(r">([^<]+)</td>", row) for row in rows] == [["&lt;b&gt;", "0.833", "2", "2"]]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        None, 7, [1], "0", {}, {"0": -3}, {"-1": 3, "x": 1, "1.5": 2}, {"0": None, "1": "2"}, {"0": [1], "1": {}},
+        {"0": float("nan"), "1": float("inf")}, {"0": True}, {"9" * 40: 1}, {"0": 0},
+    ],
+)  # fmt: skip
+def test_damaged_gaps_are_not_shown(damaged: object, tmp_path: Path) -> None:
+    assert gaps_card(page([read_run(write_run(tmp_path / "a", [start(2), steps(0, 1.0, 0, exchange_gaps=damaged)]))])) == ""
+
+
+def test_improbable_gaps_are_shown_at_once(tmp_path: Path) -> None:
+    improbable = {"0": 1, "3": 1e100, "999999999": 2, "01": 5}
+    events = [start(2), steps(0, 1.0, 0, exchange_gaps=improbable, exchanges=-4)]
+    shown = gaps_card(page([read_run(write_run(tmp_path / "a", events))]))
+    assert "999,999,999" in shown
+    assert '<td>exchanges per gradient</td><td class="n">0</td>' in shown
+
+
 def test_page_of_64_learners_with_a_lost_one_is_below_the_size_limit(tmp_path: Path) -> None:
     gone = {"event": "lost", "time": BEGAN + 2.5, "rank": 0, "lost": 13, "why": "killed by signal SIGKILL"}
     events = [e for e in whole(64, 40) if e["rank"] != 13 or e["time"] < BEGAN + 2.2] + [gone]

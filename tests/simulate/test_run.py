@@ -70,6 +70,25 @@ def test_timing_only_mode_gives_metrics_and_a_run_directory(here: Path, capsys: 
     assert tomllib.loads((here / "r" / "config.toml").read_text())["strategy"] == "adpsgd"
 
 
+def test_events_say_how_often_weights_are_exchanged(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rare = ("strategy=adpsgd", "batch=16", "steps=80", "parameters=1000000", "steps_per_exchange=8", "log_every_s=0.1", "run=r")
+    simulated(capsys, "small.toml", *rare)
+    events = list(read_events(here / "r" / "events.jsonl"))
+    for rank in range(4):
+        own = [e for e in events if e["event"] == "steps" and e["rank"] == rank and "exchange_gaps" in e]
+        total = next(e for e in events if e["event"] == "summary" and e["rank"] == rank)
+        longest = [max(map(int, e["exchange_gaps"])) for e in own]
+        assert len(own) > 2
+        assert [e["longest_gap"] for e in own] == [max(longest[: n + 1]) for n in range(len(own))], "since the start"
+        assert total["longest_gap"] == max(longest) >= 2
+        assert 0 < total["gap_p99"] <= total["longest_gap"]
+        assert total["exchanges_per_gradient"] == pytest.approx(total["exchanges"] / total["steps"], abs=1e-4)
+        assert 0 < total["exchanges_per_gradient"] < 0.5
+    simulated(capsys, "small.toml", "strategy=sync", "batch=16", "steps=5", "parameters=1000000", "run=s")
+    synchronous = list(read_events(here / "s" / "events.jsonl"))
+    assert not any({"longest_gap", "gap_p99", "exchanges_per_gradient"} & set(e) for e in synchronous)
+
+
 @pytest.mark.parametrize("strategy", ["sync", "adpsgd", "asgd"])
 def test_an_unlimited_loader_is_equal_to_a_very_fast_one(strategy: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "fast.toml").write_text(CLUSTER + "[loader]\nsamples_per_s = 1e12\n")

@@ -177,6 +177,8 @@ BY_TEST: dict[str, str] = {
 
 RECORDINGS = "needs recordings that are not in the repository; where they exist, tests/recipes/test_pipeline.py runs a small recipe on them"
 SLURM = "needs a Slurm cluster; its variables: tests/launch/test_environment.py"
+FAULTS = "kills and reaps every process below its own for minutes; single faults: tests/engine/test_kills.py, test_finishing.py"
+
 CANNOT: dict[str, str] = {
     "roundelay run digits": RECORDINGS,
     "roundelay run digits --until align": RECORDINGS,
@@ -196,6 +198,13 @@ CANNOT: dict[str, str] = {
     "python -m benchmarks.batches --keep batches.jsonl --jobs 2": "as above",
     "python -m benchmarks.calibrate --check": "takes many minutes; parts: tests/benchmarks/test_calibrate.py",
     "tail -f slurm-12345.txt": "follows a file until it is stopped",
+    "python -m benchmarks.kill_matrix --most 130 --json": FAULTS,
+    "python -m benchmarks.frozen --json": FAULTS,
+    "sudo python -m benchmarks.network_faults --json": FAULTS,
+    "python -m benchmarks.time_sliced --learners 4,8 --runs 5 --json": "takes ten minutes",
+    "python -m benchmarks.straggler_tail --json": FAULTS,
+    "python -m benchmarks.many_learners --learners 16,32,64,128 --json": FAULTS,
+    "python -m benchmarks.fuzz 20000": "takes minutes; a part of it: tests/fuzz/test_fuzz.py",
     "sudo python -m benchmarks.overhead --link 1000 --sizes 1M,10M": "shapes links as root for minutes; its links: test_network.py",
 }
 

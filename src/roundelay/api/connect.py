@@ -24,6 +24,7 @@ def connect(options: EngineConfig, device: str) -> DistributedContext:
         backend=options.backend,
         bind_address=options.bind_address,
         timeout_s=options.timeout_s,
+        failure_s=options.failure_s,
         device=device,
         simulate_nodes=options.simulate_nodes,
         digest={"strategy": options.strategy, "topology": options.topology, "seed": options.seed},

@@ -14,7 +14,7 @@ from roundelay.api.connect import connect
 from roundelay.data.epoch_order import epoch_order
 from roundelay.engine.config import EngineConfig
 from roundelay.engine.learner import Learner
-from roundelay.engine.sharding import BatchLease
+from roundelay.engine.sharding import BatchLease, DynamicSharding
 from roundelay.errors import DataError, UsageError
 from roundelay.launch.context import DistributedContext
 from roundelay.metrics.events import EventLog
@@ -104,6 +104,8 @@ class Session:
         sharding = self.learner.shard(samples, round(samples * epochs), [batch_size] * self.size)
         orders: dict[int, Any] = {}
         for lease in sharding:
+            if isinstance(sharding, DynamicSharding) and not sharding.begin(lease):
+                continue  # another rank has taken it over
             if lease.epoch not in orders:
                 orders = {lease.epoch: epoch_order(self.options.seed, lease.epoch, samples)}
             self._lease = lease

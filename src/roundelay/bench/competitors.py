@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
+from roundelay.comm.torch_store import TorchStore
 from roundelay.core.contracts import Task
 from roundelay.engine.config import EngineConfig
 from roundelay.engine.learner import Learner, slowdown
 from roundelay.launch.context import DistributedContext, create_context
 from roundelay.launch.runtime import cpu_seconds
 from roundelay.strategies.step import StepInfo
+
+_torch_stores: list[TorchStore] = []
+"""The store of the default process group, which torch does not keep alive."""
 
 WARMUP_STEPS = 6
 STEPS_MULTIPLE = 4
@@ -114,8 +117,8 @@ class CompetitorRunner:
         """Create torch's default process group once per process, on the store of this context. Collective."""
         if not dist.is_initialized():
             store: Any = self.context.comm.store  # a JobStore: torch's own loops need processes
-            prefix = PrefixStore(f"{store.prefix}ddp", store.tcp)
-            dist.init_process_group("gloo", store=prefix, rank=self.context.rank, world_size=self.context.size)
+            _torch_stores.append(TorchStore(store.under("ddp/"), 300.0))
+            dist.init_process_group("gloo", store=_torch_stores[-1], rank=self.context.rank, world_size=self.context.size)
 
     def ddp_step(self) -> Step:
         self.init_process_group()

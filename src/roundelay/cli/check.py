@@ -9,14 +9,13 @@ import socket
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roundelay.cli.arguments import add_json, add_settings
-from roundelay.errors import PeerLost, UsageError
+from roundelay.errors import PeerLost
 
 if TYPE_CHECKING:
     from roundelay.config import TrainConfig
-    from roundelay.fleet.store import JobStore
     from roundelay.preflight.links import MeasuredLink
     from roundelay.preflight.machine import CheckResult
 
@@ -33,32 +32,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_as_rank(settings: TrainConfig) -> tuple[int, list[CheckResult], list[MeasuredLink]]:
     """Check this machine and measure the links to all ranks. All ranks must call it; rank 0 returns the results of all."""
-    from roundelay.fleet.store import JobStore, connect_store, serve_store
-    from roundelay.launch.context import exchange_rank_info, local_address_towards
-    from roundelay.preflight.links import measure_links
+    from roundelay.fleet.store import wait_for_key
+    from roundelay.launch.rendezvous import local_address_towards, store_from_env
+    from roundelay.preflight.links import agree_and_measure
     from roundelay.preflight.machine import CheckResult, check_address, check_machine
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-    keep = [serve_store(address, port)] if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else []
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = JobStore(connect_store(address, port, settings.timeout_s), f"check/{restart}/")
+    keep: list[Any] = []
+    store = store_from_env(os.environ, rank, address, port, settings.bind_address, settings.timeout_s, keep)
     machine = os.environ.get("GROUP_RANK") or socket.gethostname()
-    cards = exchange_rank_info(store, rank, size, machine, settings.timeout_s, {})
     here = local_address_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
+    infos, links = agree_and_measure(store, rank, size, machine, here, settings.timeout_s)
     rows = [check_address(here, address, port)]
-    if rows[0].state == "failure":
-        raise UsageError(f"cannot listen on {rows[0].detail}", where=f"rank {rank}, bind_address", hint=rows[0].hint)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         rows = [*check_machine(settings), *rows]
-    links = measure_links(store, rank, size, here, settings.timeout_s)
     store.set(f"results/{rank}", json.dumps([asdict(row) for row in rows]))
     if rank != 0:
-        wait_for(store, "read", settings.timeout_s)
+        wait_for_key(store, "read", settings.timeout_s, rank)
         return rank, [], []
-    results = [CheckResult("store", f"{address}:{port}, {size} ranks on {len({c['machine'] for c in cards})} machine(s)")]
+    results = [CheckResult("store", f"{store.client.address}, {size} ranks on {len({i['machine'] for i in infos})} machine(s)")]
     for other in range(size):
-        posted = json.loads(wait_for(store, f"results/{other}", settings.timeout_s))
+        posted = json.loads(wait_for_key(store, f"results/{other}", settings.timeout_s, rank))
         results += [CheckResult(**{**row, "name": f"rank {other}: {row['name']}"}) for row in posted]
     results += link_results(links)
     store.set("read", "1")
@@ -66,32 +61,16 @@ def check_as_rank(settings: TrainConfig) -> tuple[int, list[CheckResult], list[M
     return rank, results, links
 
 
-def wait_for(store: JobStore, key: str, timeout_s: float) -> str:
-    """Return the value of a key; raise PeerLost if it does not appear within `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while (value := store.get(key)) is None:
-        if time.monotonic() > deadline:
-            raise PeerLost(
-                f"store key '{key}' did not appear within {timeout_s:.0f} s",
-                where="store",
-                hint="see the messages of the other ranks",
-            )
-        time.sleep(0.01)
-    return value
-
-
 def link_results(links: list[MeasuredLink]) -> list[CheckResult]:
     """Return one result per measured link."""
+    from roundelay.launch.startup import REACH_HINT
     from roundelay.preflight.machine import CheckResult
 
     rows = []
     for link in links:
         name = f"ranks {link.a} and {link.b}"
         if link.error:
-            hint = (
-                "open the ephemeral ports between the machines, and set bind_address=auto or an address that all machines reach"
-            )
-            rows.append(CheckResult(name, link.error, "failure", hint, PeerLost.exit_code))
+            rows.append(CheckResult(name, link.error, "failure", REACH_HINT, PeerLost.exit_code))
             continue
         speed = f"{link.megabytes_per_s:.0f} MB/s, round trip {link.round_trip_ms:.2f} ms"
         if abs(link.skew_s) > MAX_SKEW_S:

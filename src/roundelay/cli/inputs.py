@@ -18,6 +18,6 @@ def is_recipe(name: str) -> bool:
     if path.is_file():
         try:
             return bool(RECIPE_KEYS & set(tomllib.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return False  # the loader reports what is wrong
     return name not in examples.names() and (Path(__file__).parents[1] / "recipes" / name / "recipe.toml").is_file()

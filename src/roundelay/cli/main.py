@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -109,6 +110,15 @@ def dispatch(argv: list[str]) -> int:
         if package not in EXTRAS:
             raise
         raise missing_extra(EXTRAS[package], package, f"roundelay {name}") from error
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        path = str(error.filename)
+        raise UsageError(
+            f"a path must be shorter (got {len(path)} characters)",
+            where=f"{path[:100]}…",
+            hint="correct the argument or setting",
+        ) from error
 
 
 def missing_extra(extra: str, package: str, where: str) -> UsageError:

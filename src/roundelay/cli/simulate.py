@@ -52,7 +52,7 @@ class SimulateConfig:
     task: str = setting("", help="Settings of roundelay train, by name or path: train the task in virtual time.")
     momentum: float = setting(0.9, minimum=0, help="Momentum of sgd.")
     steps_per_exchange: float = setting(1.0, minimum=0.01, help="Gradient steps per exchange.")
-    seed: int = setting(0, minimum=0, help="Seed.")
+    seed: int = setting(0, minimum=0, maximum=10**12, help="Seed.")
     log_every_s: float = setting(0.0, minimum=0, help="Virtual seconds between two records of a learner.")
     run: str = setting("", help="Run directory.")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundelay.cli.arguments import add_json, add_settings, next_run_dir
-from roundelay.errors import UsageError
+from roundelay.errors import DataError, RoundelayError, UsageError
 
 if TYPE_CHECKING:
     from roundelay.config import ResolvedConfig, TrainConfig
@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         port=settings.store_port,
         run=run_dir,
         survives_failures=strategy.traits.survives_failures,
+        model=run_dir / "model.safetensors",
     )
 
 
@@ -93,7 +94,11 @@ def validate(resolved: ResolvedConfig[TrainConfig]) -> Any:
 
 def check_writable(run: Path) -> None:
     """Raise a UsageError if the run directory cannot be created or written; create nothing."""
-    existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
+    try:
+        existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
+    except (OSError, ValueError) as error:  # too long, or a NUL byte
+        cause = getattr(error, "strerror", None) or error
+        raise UsageError(f"run must be a usable path: {cause}", where="run", hint="choose another run=…") from error
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         cause = "permission denied" if existing.is_dir() else f"{existing} is not a directory"
         raise UsageError(f"cannot write the run directory: {cause}", where=f"run={run}", hint="choose another run=…")
@@ -121,7 +126,18 @@ def _train(task: Any, context: DistributedContext, settings: TrainConfig) -> dic
             write_config(settings.run_dir, settings)
 
     recorded = config.computation_settings(settings) if settings.record_order else None
-    return train(task, context, settings, record_settings=recorded, on_start=on_start)
+    try:
+        return train(task, context, settings, record_settings=recorded, on_start=on_start)
+    except RoundelayError:
+        raise
+    except Exception as error:
+        if settings.run_dir is None or settings.run_dir.is_dir():
+            raise
+        raise DataError(
+            "the run directory was removed during the run",
+            where=f"run={settings.run_dir}",
+            hint="start again; leave the directory in place until the run ends",
+        ) from error
 
 
 def _run_rank(resolved: ResolvedConfig[TrainConfig], as_json: bool) -> int:
@@ -134,13 +150,14 @@ def _run_rank(resolved: ResolvedConfig[TrainConfig], as_json: bool) -> int:
     context = context_from_env(
         backend=settings.backend, bind_address=settings.bind_address, timeout_s=settings.timeout_s, device=settings.device,
         simulate_nodes=settings.simulate_nodes, digest={key: getattr(settings, key) for key in COMMON_KEYS},
+        failure_s=settings.failure_s,
     )  # fmt: skip
     try:
         result = _train(config.build_task(resolved), context, settings)
     except BaseException as error:
         context.abort_job(error)
         raise
-    if context.rank == min(context.comm.live_ranks()):
+    if "ranks" in result:  # this rank has collected the metrics of the run
         _show(result, settings.run_dir, as_json)
     return 0
 

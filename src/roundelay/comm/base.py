@@ -6,8 +6,10 @@ thread; a backend that extends it provides the collectives, and the connections 
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +17,17 @@ from torch import Tensor
 
 from roundelay.comm.gossip.handle import BackgroundGossip
 from roundelay.comm.gossip.thread import GossipThread
-from roundelay.comm.shared_memory import SharedVector, SharedVectors
+from roundelay.comm.vectors import LockTimeout, SharedVector, SharedVectors, VectorSegment
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching, SharedWeights, Store
 from roundelay.core.update_log import Op, UpdateLog
+from roundelay.errors import PeerLost
 from roundelay.fleet.membership import StoreMembership
+
+CONNECT_S = 10.0
+"""Seconds to wait for the first connections of gossip; training starts without those that are missing."""
+
+logger = logging.getLogger(__name__)
 
 # -- reductions in rank order: the same bits on every backend ------------------------------------------------------------
 
@@ -95,9 +103,12 @@ def all_reduce_bytes(x: Tensor, size: int) -> int:
 class BaseCommunicator:
     """Identity of one rank in a group: its ranks, its name, the store and the membership of the job."""
 
-    def __init__(self, store: Any, ranks: Sequence[int], rank: int, name: str) -> None:
+    def __init__(
+        self, store: Any, ranks: Sequence[int], rank: int, name: str, membership: StoreMembership | None = None
+    ) -> None:
         self.store, self.ranks, self.rank, self.size, self.name = store, list(ranks), rank, len(ranks), name
-        self.membership = StoreMembership(store)
+        self.membership = membership or StoreMembership(store)
+        """Shared by all groups of a job, so that one reader of the store informs all of them."""
 
     def live_ranks(self) -> list[int]:
         """Return the members not known to have failed, as ranks of this group."""
@@ -111,6 +122,21 @@ class BaseCommunicator:
     def _report_failure(self, member: int, reason: str) -> None:
         self.membership.report(self.ranks[member], reason)
 
+    def known_failures(self) -> list[int]:
+        """Return the members that this process already knows to have failed, as ranks of this group. Does not block."""
+        failed = self.membership.cached
+        return [member for member, rank in enumerate(self.ranks) if rank in failed]
+
+    def silent_peers(self) -> list[int]:
+        """Return the live partners with which exchanges fail now, as ranks of this group. Does not block."""
+        return []
+
+    def raise_if_member_failed(self) -> None:
+        """Raise PeerLost that names the failed members, if there are any. Reads the store."""
+        error = self.membership.error(self.ranks, self.ranks[self.rank], "connecting to the other ranks")
+        if error is not None:
+            raise error
+
 
 class GossipCommunicator(BaseCommunicator):
     """A communicator whose shared vectors are exchanged by a `GossipThread`.
@@ -119,8 +145,16 @@ class GossipCommunicator(BaseCommunicator):
     before that, starts it.
     """
 
-    def __init__(self, store: Store, ranks: Sequence[int], rank: int, name: str, timeout_s: float) -> None:
-        super().__init__(store, ranks, rank, name)
+    def __init__(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        rank: int,
+        name: str,
+        timeout_s: float,
+        membership: StoreMembership | None = None,
+    ) -> None:
+        super().__init__(store, ranks, rank, name, membership)
         self.timeout_s = timeout_s
         self._vectors: SharedVectors | None = None
         self._gossip_thread: GossipThread | None = None
@@ -131,29 +165,64 @@ class GossipCommunicator(BaseCommunicator):
         """Return this rank's shared vector and create its gossip thread, which is not started yet."""
         self._vectors = vectors
         shared_weights = SharedVector(vectors, self.rank)
-        self._gossip_thread = GossipThread(shared_weights, vectors, self.size, token, listener, self._report_failure)
-        self._gossip_thread.update_log = self._update_log
+        self._gossip_thread = GossipThread(
+            shared_weights,
+            vectors,
+            self.size,
+            token,
+            listener,
+            self._report_failure,
+            self.known_failures,
+            self._address if listener is not None else None,
+        )
+        if self._update_log is not None:
+            self._gossip_thread.record(self._update_log)
         return shared_weights
 
-    def _connect_partners(self, thread: GossipThread, matching: Matching) -> int:
-        """Connect to the partners that share no memory with this rank; return their number."""
-        return 0
+    def _address(self, peer: int) -> str:
+        """Return the address of a peer's gossip thread; may block."""
+        raise NotImplementedError
+
+    def _connect_partners(self, thread: GossipThread, matching: Matching) -> None:
+        """Hand connections to partners to the thread. By default it connects by itself."""
 
     def gossip(self, shared_weights: SharedWeights, matching: Matching, steps_per_exchange: float) -> BackgroundGossip:
         thread = self._gossip_thread
         assert thread is not None, "publish() comes first"
-        partners = self._connect_partners(thread, matching)
+        self._connect_partners(thread, matching)
         thread.start()
-        thread.await_partners(partners, self.timeout_s)
         thread.gossip(matching, steps_per_exchange)
+        if late := thread.await_partners(min(self.timeout_s, CONNECT_S)):
+            logger.warning(
+                "rank %d has no connection to ranks %s yet; it starts without them and keeps trying",
+                self.ranks[self.rank],
+                [self.ranks[peer] for peer in late],
+            )
         return BackgroundGossip(thread, self.membership, self.store, self.ranks, self.rank, self.name)
+
+    def silent_peers(self) -> list[int]:
+        thread = self._gossip_thread
+        return thread.silent_peers() if thread is not None else []
+
+    @contextmanager
+    def _locked(self, peer: int) -> Iterator[VectorSegment]:
+        """Lock the vector of a rank of this node. Raises PeerLost after `timeout_s`."""
+        assert self._vectors is not None
+        try:
+            with self._vectors.lock(peer, self.timeout_s) as segment:
+                yield segment
+        except LockTimeout as error:
+            raise PeerLost(
+                f"the vector of rank {self.ranks[peer]} was not free within {self.timeout_s:.0f} s",
+                where=f"rank {self.ranks[self.rank]}, shared memory",
+                hint="a process of this machine was suspended while it used it; start again with resume=auto",
+            ) from error
 
     def remote_add(self, peer: int, d: Tensor) -> int:
         assert self._vectors is not None
         d = d.detach().to("cpu").contiguous()
         if peer in self._vectors.here:
-            target = SharedVector(self._vectors, peer)
-            with target.locked():
+            with self._locked(peer) as target:
                 number, version = target.count(writes=1)
                 if self._update_log is not None:
                     self._update_log.append(Op.REMOTE_ADD, peer, number, self.rank)
@@ -165,8 +234,7 @@ class GossipCommunicator(BaseCommunicator):
     def remote_get(self, peer: int, out: Tensor) -> int:
         assert self._vectors is not None
         if peer in self._vectors.here:
-            source = SharedVector(self._vectors, peer)
-            with source.locked():
+            with self._locked(peer) as source:
                 number, version = source.count()
                 if self._update_log is not None:
                     self._update_log.append(Op.REMOTE_GET, peer, number, self.rank)
@@ -189,7 +257,7 @@ class GossipCommunicator(BaseCommunicator):
     def record(self, update_log: UpdateLog) -> None:
         self._update_log = update_log
         if self._gossip_thread is not None:
-            self._gossip_thread.update_log = update_log
+            self._gossip_thread.record(update_log)
 
     def bytes_sent(self) -> int:
         thread = self._gossip_thread

@@ -21,10 +21,11 @@ from roundelay.comm.gossip.thread import GossipThread
 from roundelay.comm.gossip.transport import ConnectionClosed, Message, MessageType, bytes_of
 from roundelay.comm.mpi_progress import MpiRequestBatch, MpiRuntime, abort_mpi
 from roundelay.comm.node_group import CollectiveNodeGroup
-from roundelay.comm.shared_memory import LocalVectors
+from roundelay.comm.vectors import LocalVectors
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching, NodeGroup, SharedWeights
 from roundelay.errors import PeerLost
+from roundelay.fleet.membership import StoreMembership
 from roundelay.fleet.store import JobStore, wait_for_key
 
 HEADER, EXCHANGE, REQUEST, REPLY, REPLY_DATA, NEIGHBOR = range(6)
@@ -50,26 +51,31 @@ class _MpiWork:
 class MpiConnection:
     """The messages between a gossip thread and one peer; see `PeerConnection` for the contract.
 
-    The peer is a partner for exchanges or a client of one-sided operations. The MPI progress thread delivers headers; a payload
-    stays with its sender until a buffer is provided.
+    The peer is a partner for exchanges or a client of one-sided operations. The MPI progress thread delivers headers and
+    completed payloads; a payload stays with its sender until memory is provided.
     """
 
     def __init__(self, comm: MpiCommunicator, peer: int, *, is_client: bool) -> None:
         self.peer: int | None = None if is_client else peer
         self.client = -1
-        self.sent_bytes = self.unsent = 0
-        self.error = ""
-        self.unread: Message | None = None
+        self.sent_bytes = 0
+        self.writes = False
         self._comm, self._rank = comm, peer
         tags = (REPLY, REPLY_DATA, REQUEST) if is_client else (HEADER, EXCHANGE, EXCHANGE)
         self._header_tag, self._send_tag, self._receive_tag = tags
         self._headers: deque[Message] = deque()
+        self._message: Message | None = None
+        self._arrived = False
+        self._received_bytes = 0
 
     def fileno(self) -> int:
         return -1
 
+    @property
+    def reads(self) -> bool:
+        return self._arrived if self._message is not None else bool(self._headers)
+
     def send(self, kind: MessageType, number: int, payload: memoryview | None = None) -> None:
-        self.unsent += 1
         nbytes = len(payload) if payload is not None else 0
         comm, mpi_comm = self._comm, self._comm.mpi_comm
         header = np.array([kind, number, nbytes, comm.rank], dtype=np.int64)
@@ -80,33 +86,45 @@ class MpiConnection:
 
         def on_sent() -> None:
             self.sent_bytes += header.nbytes + nbytes
-            self.unsent -= 1
             comm.wake()
 
         comm.progress.submit(post, on_sent)
+
+    def flush(self) -> None:
+        """Do nothing: the MPI progress thread sends."""
 
     def deliver(self, message: Message) -> None:
         """Queue a header that has arrived. Called by the MPI progress thread."""
         self._headers.append(message)
 
-    def read_header(self) -> Message | None:
-        if self.unread is not None or not self._headers:
+    def read(self) -> Message | None:
+        if self._message is not None:
+            if not self._arrived:
+                return None
+            message, self._message, self._arrived = self._message, None, False
+            return message
+        if not self._headers:
             return None
         message = self._headers.popleft()
         if message.bytes:
-            self.unread = message
+            self._message = message
         return message
 
-    def read_payload(self, buffer: memoryview) -> None:
-        assert self.unread is not None
-        if len(buffer) != self.unread.bytes:
-            raise ConnectionClosed(f"payload must have {len(buffer)} bytes (got {self.unread.bytes})")
+    def receive(self, buffer: memoryview) -> None:
+        assert self._message is not None
+        if len(buffer) != self._message.bytes:
+            raise ConnectionClosed(f"payload must have {len(buffer)} bytes (got {self._message.bytes})")
         comm = self._comm
-        try:
-            comm.wait(comm.progress.submit(lambda: [comm.mpi_comm.Irecv(buffer, self._rank, self._receive_tag)]))
-        except PeerLost as error:
-            raise ConnectionClosed(error.message) from error
-        self.unread = None
+
+        def on_received() -> None:
+            self._received_bytes += len(buffer)
+            self._arrived = True
+            comm.wake()
+
+        comm.progress.submit(lambda: [comm.mpi_comm.Irecv(buffer, self._rank, self._receive_tag)], on_received)
+
+    def bytes_moved(self) -> int:
+        return self.sent_bytes + self._received_bytes
 
     def check_alive(self, waited_s: float) -> None:
         """Raise PeerLost if the membership lists the peer as failed; MPI itself may not report it."""
@@ -136,8 +154,9 @@ class MpiCommunicator(GossipCommunicator):
         *,
         timeout_s: float = 60.0,
         name: str = "all",
+        membership: StoreMembership | None = None,
     ) -> None:
-        super().__init__(store, ranks, rank, name, timeout_s)
+        super().__init__(store, ranks, rank, name, timeout_s, membership)
         self._runtime, self.progress = runtime, runtime.progress
         self.mpi_comm = self._create_mpi_comm()
         self._partners: dict[int, MpiConnection] = {}
@@ -150,7 +169,14 @@ class MpiCommunicator(GossipCommunicator):
     def _create_mpi_comm(self) -> Any:
         """Create the group's MPI communicator. It blocks the progress thread, so wait in the store for all ranks first."""
         self.store.add(f"{self.name}/joined", 1)
-        wait_for_key(self.store, f"{self.name}/joined", self.timeout_s, self.rank, lambda count: int(count) >= self.size)
+        wait_for_key(
+            self.store,
+            f"{self.name}/joined",
+            self.timeout_s,
+            self.rank,
+            lambda count: int(count) >= self.size,
+            awaited=self.ranks,
+        )
         world = self._runtime.comm
 
         def create() -> Any:
@@ -268,7 +294,7 @@ class MpiCommunicator(GossipCommunicator):
 
         def on_header() -> None:
             kind, number, nbytes, sender = MessageType(int(header[0])), *map(int, header[1:])
-            connections = self._partners if kind is MessageType.EXCHANGE else self._clients
+            connections = self._partners if kind in (MessageType.EXCHANGE, MessageType.ACK) else self._clients
             connections[sender].deliver(Message(kind, number, nbytes))
             self._receive_header()
             self.wake()
@@ -276,11 +302,10 @@ class MpiCommunicator(GossipCommunicator):
         any_source = self._runtime.mpi.ANY_SOURCE
         self._header_receive = self.progress.submit(lambda: [self.mpi_comm.Irecv(header, any_source, HEADER)], on_header)
 
-    def _connect_partners(self, thread: GossipThread, matching: Matching) -> int:
+    def _connect_partners(self, thread: GossipThread, matching: Matching) -> None:
         partners = {member for edge in matching.edges if self.rank in edge for member in edge if member != self.rank}
         for member in sorted(partners):
             thread.connections.add(member, self._partners[member])
-        return len(partners)
 
     def _request_add(self, peer: int, d: Tensor) -> int:
         return self._request(peer, MessageType.ADD, bytes_of(d), None)
@@ -308,11 +333,14 @@ class MpiCommunicator(GossipCommunicator):
 
     # -- subgroups and end -----------------------------------------------------------------------------------------
 
-    def new_group(self, ranks: Sequence[int], name: str) -> MpiCommunicator | None:
+    def new_group(self, ranks: Sequence[int], name: str, timeout_s: float | None = None) -> MpiCommunicator | None:
         if self.rank not in ranks:
             return None
         job_ranks, rank, name = self._subgroup(ranks, name)
-        return MpiCommunicator(self._runtime, self.store, job_ranks, rank, timeout_s=self.timeout_s, name=name)
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        return MpiCommunicator(
+            self._runtime, self.store, job_ranks, rank, timeout_s=timeout_s, name=name, membership=self.membership
+        )
 
     def close(self) -> None:
         self._close_gossip()

@@ -9,7 +9,8 @@ weights has read the gradients. The sockets close with their process, so a death
 from __future__ import annotations
 
 import mmap
-import shutil
+import os
+import secrets
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundelay.comm.shared_memory import PAGE, allocate, shared_folder
+from roundelay.comm.shared_memory import PAGE, memory_file, open_memory_file
 from roundelay.core.contracts import Communicator, Store, Work
 from roundelay.fleet.store import wait_for_key
 
@@ -68,43 +69,45 @@ class ShmNodeGroup:
     ) -> None:
         self.rank, self.size, self._timeout_s, self._guard = rank, size, timeout_s, guard
         self._unread: dict[int, int] = dict.fromkeys(range(size), 0)
-        folder = shared_folder(store, name, rank, rank == 0, timeout_s)
         slot_bytes = -(-like.numel() * like.element_size() // PAGE) * PAGE
-        if rank == 0:
-            allocate(folder / "slots", slot_bytes * size, rank)
-        self._peers: dict[int, socket.socket] = guard(lambda: self._connect(str(folder / "leader"), store, f"{name}/open"))
-        with open(folder / "slots", "r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
+        own_file = memory_file("roundelay-slots", slot_bytes * size, f"rank {rank}") if rank == 0 else -1
+        self._peers: dict[int, socket.socket] = {}
+        leader_pid, leader_file = guard(lambda: self._connect(own_file, store, f"{name}/leader"))
+        file = own_file if rank == 0 else open_memory_file(leader_pid, leader_file)
+        memory = mmap.mmap(file, 0)
         self._slots = [
             torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=slot_bytes * member) for member in range(size)
         ]
         self.slot = self._slots[rank]
         if rank == 0:
             guard(self._await_all)  # all ranks have mapped the slots
-            shutil.rmtree(folder, ignore_errors=True)
         else:
             self._signal(0)
+        os.close(file)
 
-    def _connect(self, path: str, store: Store, key: str) -> dict[int, socket.socket]:
-        """Connect to the leader; on the leader, accept all other ranks."""
+    def _connect(self, file: int, store: Store, key: str) -> tuple[int, int]:
+        """Connect to the leader; on the leader, accept all other ranks. Return process and descriptor of the slots' memory."""
         if self.rank:
-            wait_for_key(store, key, self._timeout_s, self.rank)
+            pid, fd, address = wait_for_key(store, key, self._timeout_s, self.rank).split()
             leader = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             leader.settimeout(self._timeout_s)
-            leader.connect(path)
+            leader.connect("\0" + address)
             leader.sendall(self.rank.to_bytes(4, "little"))
-            return {0: leader}
+            self._peers[0] = leader
+            return int(pid), int(fd)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.settimeout(self._timeout_s)
-            listener.bind(path)
+            address = f"roundelay-{os.getpid()}-{secrets.token_hex(8)}"
+            listener.bind("\0" + address)  # abstract: no file
             listener.listen(self.size)
-            store.set(key, "1")
+            store.set(key, f"{os.getpid()} {file} {address}")
             peers: dict[int, socket.socket] = {}
             while len(peers) < self.size - 1:
                 peer, _ = listener.accept()
                 peer.settimeout(self._timeout_s)
                 peers[int.from_bytes(peer.recv(4, socket.MSG_WAITALL), "little")] = peer
-            return dict(sorted(peers.items()))
+            self._peers = dict(sorted(peers.items()))
+            return os.getpid(), file
 
     def _signal(self, peer: int) -> None:
         self._peers[peer].sendall(READY)

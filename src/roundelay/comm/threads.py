@@ -14,7 +14,7 @@ from torch import Tensor
 
 from roundelay.comm.base import GossipCommunicator, all_reduce_bytes, plain_sum, weighted_mean, weighted_sum
 from roundelay.comm.node_group import CollectiveNodeGroup
-from roundelay.comm.shared_memory import LocalVectors
+from roundelay.comm.vectors import LocalVectors
 from roundelay.core import kernels
 from roundelay.core.contracts import SharedWeights
 from roundelay.errors import PeerLost
@@ -113,8 +113,10 @@ class _ThreadWork:
 class ThreadCommunicator(GossipCommunicator):
     """The communicator of one thread."""
 
-    def __init__(self, threads: ThreadGroup, ranks: Sequence[int], rank: int, name: str) -> None:
-        super().__init__(threads.store, ranks, rank, name, threads.timeout_s)
+    def __init__(
+        self, threads: ThreadGroup, ranks: Sequence[int], rank: int, name: str, membership: StoreMembership | None = None
+    ) -> None:
+        super().__init__(threads.store, ranks, rank, name, threads.timeout_s, membership)
         self._threads = threads
         self._table = threads.table(name, self.size)
         self._number = 0
@@ -163,8 +165,10 @@ class ThreadCommunicator(GossipCommunicator):
         self._bytes += d.numel() * d.element_size()
         return version
 
-    def new_group(self, ranks: Sequence[int], name: str) -> ThreadCommunicator | None:
-        return ThreadCommunicator(self._threads, *self._subgroup(ranks, name)) if self.rank in ranks else None
+    def new_group(self, ranks: Sequence[int], name: str, timeout_s: float | None = None) -> ThreadCommunicator | None:
+        if self.rank not in ranks:
+            return None
+        return ThreadCommunicator(self._threads, *self._subgroup(ranks, name), self.membership)
 
     def close(self) -> None:
         self._close_gossip()

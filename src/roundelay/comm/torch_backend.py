@@ -15,17 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo
+from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions, ProcessGroupGloo
 
 from roundelay.comm.base import GossipCommunicator, SlicedMean, all_reduce_bytes, weighted_sum
-from roundelay.comm.gossip.thread import GossipThread
-from roundelay.comm.gossip.transport import RemoteMemoryClient, bytes_of, connect, listen
+from roundelay.comm.gossip.transport import RemoteMemoryClient, bytes_of, listen
 from roundelay.comm.node_group import CollectiveNodeGroup, ShmNodeGroup
-from roundelay.comm.shared_memory import LocalVectors, SharedVectors, ShmVectors
+from roundelay.comm.shared_memory import ShmVectors
+from roundelay.comm.torch_store import TorchStore
+from roundelay.comm.tree_average import TreeAverage
+from roundelay.comm.vectors import LocalVectors, SharedVectors
 from roundelay.core import kernels
-from roundelay.core.contracts import Matching, NodeGroup, SharedWeights
+from roundelay.core.contracts import NodeGroup, SharedWeights
 from roundelay.core.wait import wait_until
 from roundelay.errors import PeerLost, RoundelayError
+from roundelay.fleet.membership import StoreMembership
 from roundelay.fleet.store import JobStore
 
 _broken_groups: list[Any] = []
@@ -33,12 +36,29 @@ _broken_groups: list[Any] = []
 connection can crash the process."""
 
 
-def gloo(store: JobStore, name: str, rank: int, size: int, bind_address: str, timeout_s: float) -> ProcessGroupGloo:
-    """Create a gloo group bound to one address. Collective."""
+class _Gloo(ProcessGroupGloo):
+    """A gloo group that keeps its store alive."""
+
+    def __init__(self, torch_store: TorchStore, rank: int, size: int, options: Any) -> None:
+        super().__init__(torch_store, rank, size, options)
+        self._torch_store = torch_store
+
+
+def gloo(
+    store: JobStore,
+    name: str,
+    rank: int,
+    size: int,
+    bind_address: str,
+    timeout_s: float,
+    check_members: Callable[[], None] = lambda: None,
+) -> ProcessGroupGloo:
+    """Create a gloo group bound to one address. Collective. `check_members` may raise to end the wait for other ranks."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
     options._devices = [ProcessGroupGloo.create_device(hostname=bind_address)]
     options._timeout = timedelta(seconds=timeout_s)
-    return ProcessGroupGloo(PrefixStore(f"{store.prefix}gloo/{name}", store.tcp), rank, size, options)
+    torch_store = TorchStore(store.under(f"gloo/{name}"), timeout_s, check_members)
+    return _Gloo(torch_store, rank, size, options)
 
 
 class _TorchWork:
@@ -74,13 +94,15 @@ class TorchCommunicator(GossipCommunicator):
         timeout_s: float = 60.0,
         device: torch.device | None = None,
         name: str = "all",
+        membership: StoreMembership | None = None,
     ) -> None:
-        super().__init__(store, ranks, rank, name, timeout_s)
+        super().__init__(store, ranks, rank, name, timeout_s, membership)
         self.machines, self.bind_address, self.share_memory = list(machines), bind_address, share_memory
         self.device = device or torch.device("cpu")
         self._group = self._create_group()
         self._node_group: ShmNodeGroup | None = None
         self._clients: dict[int, RemoteMemoryClient] = {}
+        self._addresses: dict[int, str] = {}
         self._token = b""
 
     def _create_group(self) -> Any:
@@ -89,11 +111,15 @@ class TorchCommunicator(GossipCommunicator):
         if self.device.type == "cuda":  # GPU: untested
             from torch.distributed import ProcessGroupNCCL
 
-            prefixed = PrefixStore(f"{self.store.prefix}nccl/{self.name}", self.store.tcp)
+            self._torch_store = TorchStore(self.store.under(f"nccl/{self.name}"), self.timeout_s)
             options = ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=self.timeout_s)
-            return ProcessGroupNCCL(prefixed, self.rank, self.size, options)
-        return self.guard(lambda: gloo(self.store, self.name, self.rank, self.size, self.bind_address, self.timeout_s))
+            return ProcessGroupNCCL(self._torch_store, self.rank, self.size, options)
+        return self.guard(
+            lambda: gloo(
+                self.store, self.name, self.rank, self.size, self.bind_address, self.timeout_s, self.raise_if_member_failed
+            )
+        )
 
     def guard(self, call: Callable[[], Any]) -> Any:
         """Run a blocking call of a collective; turn its RuntimeError or OSError into PeerLost that names the failed rank."""
@@ -156,6 +182,27 @@ class TorchCommunicator(GossipCommunicator):
             self.guard(lambda: self._group.broadcast([x], options).wait())
             self._bytes += x.numel() * x.element_size() if self.rank == 0 else 0
 
+    def mean_around_broken_links(self, vectors: Sequence[Tensor], members: Sequence[int], name: str) -> list[Tensor]:
+        """Return the means of the vectors over `members` of this group, some of which may not reach each other. Collective.
+
+        Slower than `all_reduce_mean`. `name` must be new. Raises PeerLost if a member fails, or if too few reach this rank.
+        """
+        token = self.store.claim(f"{self.name}/token", secrets.token_hex(16)).encode()
+        tree = TreeAverage(
+            self.store,
+            f"{self.name}/{name}",
+            members,
+            self.rank,
+            self.bind_address,
+            token,
+            self.timeout_s,
+            lambda: set(range(self.size)) - set(self.live_ranks()),
+        )
+        try:
+            return tree.mean(vectors)
+        finally:
+            tree.close()
+
     def node_group(self, like: Tensor) -> NodeGroup:
         shares_memory = self.share_memory and len(set(self.machines)) == 1 and self.device.type == "cpu"
         if self.size == 1 or not shares_memory:
@@ -174,7 +221,9 @@ class TorchCommunicator(GossipCommunicator):
         here = [m for m in range(self.size) if self.share_memory and self.machines[m] == node] or [self.rank]
         vectors: SharedVectors
         if len(here) > 1:
-            vectors = ShmVectors(here, self.rank, host_vector, self.store, f"{self.name}/{node}", self.timeout_s)
+            vectors = ShmVectors(
+                here, self.rank, host_vector, self.store, f"{self.name}/{node}", self.timeout_s, self.raise_if_member_failed
+            )
         else:
             local = LocalVectors([self.rank])
             local.publish(self.rank, host_vector)
@@ -191,6 +240,8 @@ class TorchCommunicator(GossipCommunicator):
 
     def _address(self, peer: int) -> str:
         """Return the address of a peer's gossip thread; block until it is in the store."""
+        if peer in self._addresses:
+            return self._addresses[peer]
 
         def error() -> PeerLost:
             return PeerLost(
@@ -207,16 +258,8 @@ class TorchCommunicator(GossipCommunicator):
 
         text = wait_until(address, self.timeout_s, error)
         assert text is not None
+        self._addresses[peer] = text
         return text
-
-    def _connect_partners(self, thread: GossipThread, matching: Matching) -> int:
-        assert self._vectors is not None
-        here, partners = set(self._vectors.here), 0
-        for low, high in sorted(matching.edges):
-            if self.rank == low and high not in here:  # the lower rank of an edge connects
-                thread.connections.add(high, connect(self._address(high), self.rank, self._token, self.timeout_s))
-            partners += (self.rank == low and high not in here) or (self.rank == high and low not in here)
-        return partners
 
     def _client(self, peer: int) -> RemoteMemoryClient:
         if peer not in self._clients:
@@ -233,7 +276,7 @@ class TorchCommunicator(GossipCommunicator):
 
     # -- subgroups and end -----------------------------------------------------------------------------------------
 
-    def new_group(self, ranks: Sequence[int], name: str) -> TorchCommunicator | None:
+    def new_group(self, ranks: Sequence[int], name: str, timeout_s: float | None = None) -> TorchCommunicator | None:
         if self.rank not in ranks:
             return None
         job_ranks, rank, name = self._subgroup(ranks, name)
@@ -244,9 +287,10 @@ class TorchCommunicator(GossipCommunicator):
             [self.machines[r] for r in ranks],
             bind_address=self.bind_address,
             share_memory=self.share_memory,
-            timeout_s=self.timeout_s,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
             device=self.device,
             name=name,
+            membership=self.membership,
         )
 
     def close(self) -> None:

@@ -66,12 +66,12 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tree of a TOML file, and for each dotted key the file and line that sets it."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read {path}: {cause}", where=str(path), hint="give the path of a TOML file") from error
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} is not valid TOML: {error}", where=str(path), hint='put text in quotes: key = "text"'
         ) from error
@@ -121,7 +121,7 @@ def parse_item(item: str) -> tuple[str, Any]:
         )
     try:
         value = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     return key.strip(), value
 
@@ -295,7 +295,7 @@ def _convert_scalar(kind: Any, value: Any, lenient: bool) -> tuple[bool, Any]:
     if origin in (tuple, list, Sequence) or kind in (tuple, list):
         return _convert_list(kind, value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return True, float(value)
+        return abs(value) < 1 << 1000, float(value) if abs(value) < 1 << 1000 else value
     if kind is int and lenient and isinstance(value, float) and value.is_integer():
         return True, int(value)
     if kind in (str, Path) and lenient and not isinstance(value, dict | list):

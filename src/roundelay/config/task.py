@@ -9,13 +9,14 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from roundelay.config.loader import ResolvedConfig
+from roundelay.config.loader import ResolvedConfig, check_partial
 from roundelay.engine.config import TrainConfig
-from roundelay.errors import UsageError, did_you_mean
+from roundelay.errors import PARSE_ERRORS, RoundelayError, UsageError, did_you_mean
 
 NON_NUMERIC_KEYS = frozenset(
     {
-        "run", "resume", "keep_checkpoints", "eval_at_checkpoint", "checkpoint_every_epochs", "straggler", "timeout_s",
+        "run", "resume", "keep_checkpoints", "best_metric", "best_goal",
+        "eval_at_checkpoint", "checkpoint_every_epochs", "straggler", "timeout_s",
         "log_every_s", "bind_address", "store_port", "progress", "record_order", "backend", "device", "learners",
     }
 )  # fmt: skip
@@ -64,9 +65,13 @@ def build_task(resolved: ResolvedConfig[TrainConfig]) -> Any:
             )
     if names is not None and "seed" in names:
         options = {"seed": resolved.settings.seed, **options}
+    if names is not None:
+        options = check_partial(cls, options, resolved.origin("task_options"), "task_options")
     try:
         return cls(**options)
-    except TypeError as error:
+    except RoundelayError:
+        raise
+    except (*PARSE_ERRORS, RuntimeError) as error:
         raise UsageError(
             f"task '{name}' does not accept its [task_options]: {error}", where="task_options", hint="see the task's class"
         ) from error

@@ -8,7 +8,7 @@ A method described as *collective* must be called by all ranks of the group, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -135,15 +135,34 @@ class Work(Protocol):
 
 
 class Store(Protocol):
-    """The job's key-value store for coordination: counters, notes, failures. No vector passes through it."""
+    """The job's key-value store for coordination: counters, notes, failures. No vector passes through it.
 
-    def set(self, key: str, value: str) -> None: ...
+    Every method is one round trip to the server and may be called from any thread. All raise PeerLost if the server is lost.
+    """
+
+    def set(self, key: str, value: str, ttl_s: float | None = None) -> None:
+        """Set a key. With `ttl_s` the key disappears unless it is set again within that time."""
 
     def get(self, key: str) -> str | None:
         """Return the value, or None if the key is missing. Does not block."""
 
+    def get_many(self, keys: Sequence[str]) -> dict[str, str | None]:
+        """Return the values of several keys, all read at one moment."""
+
+    def list(self, prefix: str) -> dict[str, str]:
+        """Return all keys that begin with `prefix`, with their values, all read at one moment."""
+
     def add(self, key: str, amount: int) -> int:
         """Add to a counter atomically and return the new value; a missing counter is 0."""
+
+    def compare_and_set(
+        self, expected: Mapping[str, str | None], values: Mapping[str, str | None]
+    ) -> dict[str, str | None] | None:
+        """Write all `values` atomically if every key of `expected` has that value. None means a missing key, in both.
+
+        Return None if the values were written; otherwise nothing was, and the current values of the keys of `expected` are
+        returned.
+        """
 
     def claim(self, key: str, value: str) -> str:
         """Set the key if it is missing, atomically; return the value it has now."""
@@ -155,9 +174,12 @@ class Store(Protocol):
 class SharedWeights(Protocol):
     """A vector that other ranks may read and write, always as a whole and under its lock."""
 
-    vector: Tensor
+    @property
+    def vector(self) -> Tensor:
+        """The vector in its present memory. Read it again after `locked()` has been entered: it may have moved."""
 
-    def locked(self) -> AbstractContextManager[None]: ...
+    def locked(self) -> AbstractContextManager[object]:
+        """Lock the vector for the calling thread. Waits for no longer than a live process may hold the lock."""
 
     def count(self, writes: int = 0) -> tuple[int, int]:
         """Count one access and `writes` writes; return (sequence number, version). Call under the lock."""
@@ -171,13 +193,17 @@ class GossipHandle(Protocol):
     """The worker's side of background gossip."""
 
     rounds: int
-    """Rounds that all ranks have completed; valid after finish()."""
+    """The highest round of any rank; valid after finish()."""
+
+    @property
+    def exchanges(self) -> int:
+        """Exchanges completed so far, including those that partners started. Does not block."""
 
     def notify_step(self) -> None:
-        """Count one local step, which may start an exchange. Does not block."""
+        """Count one local step, which may start an exchange. Never waits for a lock, a partner or the network."""
 
     def finish(self) -> None:
-        """Collective: answer exchanges until all ranks are done, complete the last common round, stop."""
+        """Collective: answer exchanges until all live ranks are done, complete those that have begun, stop."""
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call: exchanges, seconds, distance between partners, skipped rounds."""
@@ -187,10 +213,14 @@ class Membership(Protocol):
     """The failed ranks of the whole job. Ranks are ranks of the job, not of a subgroup."""
 
     def failed_ranks(self) -> dict[int, str]:
-        """Return the failed ranks with the reason of each."""
+        """Return the failed ranks with the reason of each. One store call."""
 
-    def report(self, rank: int, reason: str) -> None:
-        """Report a rank as failed. The first report of a rank is kept."""
+    @property
+    def cached(self) -> dict[int, str]:
+        """The failed ranks as read last: no store call, for hot paths. The heartbeat thread reads them at every beat."""
+
+    def report(self, rank: int, reason: str) -> bool:
+        """Report a rank as failed, by one atomic store operation; return whether it is recorded. The first report is kept."""
 
 
 class NodeGroup(Protocol):
@@ -229,6 +259,9 @@ class Communicator(Protocol):
     def live_ranks(self) -> list[int]:
         """Return the members not known to have failed, as ranks of this group."""
 
+    def silent_peers(self) -> list[int]:
+        """Return the live partners with which exchanges fail now, as ranks of this group. Does not block."""
+
     def all_reduce_mean(self, x: Tensor, weight: float | None = None, deterministic_reduce: bool = False) -> Work:
         """Collective: return the weighted mean as a new tensor. x must not change before wait() has returned.
 
@@ -262,8 +295,11 @@ class Communicator(Protocol):
     def record(self, update_log: UpdateLog) -> None:
         """Log all accesses of this rank and its gossip thread to shared vectors from now on."""
 
-    def new_group(self, ranks: Sequence[int], name: str) -> Communicator | None:
-        """Collective: create a communicator among `ranks` of this group; return None on all other ranks."""
+    def new_group(self, ranks: Sequence[int], name: str, timeout_s: float | None = None) -> Communicator | None:
+        """Collective: create a communicator among `ranks` of this group; return None on all other ranks.
+
+        `timeout_s` is the time limit of its collectives, by default that of this group.
+        """
 
     def bytes_sent(self) -> int:
         """Return the payload bytes this rank has sent."""

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from roundelay.errors import DataError
+from roundelay.errors import PARSE_ERRORS, DataError, reading
 
 FORMAT = 1
 INDEX, BLOCKS = "archive.json", "blocks.npy"
@@ -140,6 +140,8 @@ class ArchiveBlock:
         self.value_starts = np.cumsum(stored) - stored
         counted = self.head[:, 1].astype(np.int64) - 2 * layout.context
         self.target_starts = np.cumsum(counted) - counted
+        if (self.head[:, 1:] < 0).any() or (counted < 0).any() or stored.sum() != frames or counted.sum() != len(self.targets):
+            raise ValueError("the frames of its examples do not add up")
 
 
 class Archive:
@@ -205,7 +207,8 @@ class Archive:
         # reads the whole block at once and without the GIL, which matters on slow storage
         if zlib.crc32(memory) != row[CHECKSUM]:
             raise damaged(where, f"wrong checksum of block {number} at byte {row[OFFSET]}")
-        return ArchiveBlock(self.layout, memory, 0, int(row[EXAMPLES]), int(row[FRAMES]))
+        with reading(f"block {number} of the archive", where, "pack the archive again"):
+            return ArchiveBlock(self.layout, memory, 0, int(row[EXAMPLES]), int(row[FRAMES]))
 
     def _file(self, shard: int) -> int:
         with self._lock:
@@ -216,7 +219,7 @@ class Archive:
     def _check_size(self, number: int, shard: dict[str, Any], path: Path) -> None:
         try:
             size = path.stat().st_size
-        except FileNotFoundError:
+        except OSError:
             raise damaged(path, f"shard {number} of {len(self.metadata.shards)} is missing") from None
         if size != shard["bytes"]:
             raise damaged(path, f"its size must be {shard['bytes']} bytes (got {size})")
@@ -261,11 +264,38 @@ def _read_index(folder: Path) -> tuple[ArchiveMetadata, np.ndarray]:
             raise ValueError(f"{BLOCKS} holds {blocks.dtype} {blocks.shape}")
         if int(blocks[:, EXAMPLES].sum()) != metadata.examples:
             raise ValueError(f"{BLOCKS} has {int(blocks[:, EXAMPLES].sum())} examples, {INDEX} has {metadata.examples}")
+        _check_index(metadata, blocks)
     except FileNotFoundError as error:
         raise DataError("the archive is missing or incomplete", where=str(error.filename or folder), hint=hint) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except PARSE_ERRORS as error:
         raise DataError(f"reading the archive failed: {error}", where=str(folder), hint=hint) from None
     return metadata, blocks
+
+
+def _check_index(metadata: ArchiveMetadata, blocks: np.ndarray) -> None:
+    """Raise ValueError if a field has a wrong type, a block lies outside its shard, or a shard outside the folder."""
+    layout = metadata.layout
+    numbers = (layout.window, layout.context, layout.dim, layout.deltas, metadata.block, metadata.outputs, metadata.counted)
+    if not all(type(n) is int and 0 <= n < 1 << 31 for n in numbers) or layout.dim < 1 or type(layout.compressed) is not bool:
+        raise ValueError(f"{INDEX} holds a size that is not a number from 0 to 2^31")
+    if layout.deltas > 8 or not isinstance(metadata.features, dict) or not isinstance(metadata.source, dict):
+        raise ValueError(f"{INDEX} holds a wrong layout")
+    if not isinstance(metadata.seed, int) or not isinstance(metadata.shards, list):
+        raise ValueError(f"{INDEX} holds a wrong seed or list of shards")
+    for shard in metadata.shards:
+        name, size = shard["file"], shard["bytes"]
+        if type(name) is not str or type(size) is not int or Path(name).name != name or name in ("", ".", "..") or "\0" in name:
+            raise ValueError(f"a shard must be a file in the folder of the archive (got {name!r})")
+    if not len(blocks):
+        return
+    if blocks.min() < 0 or blocks[:, SHARD].max() >= len(metadata.shards) or blocks[:, EXAMPLES].min() < 1:
+        raise ValueError(f"{BLOCKS} holds an impossible block")
+    ends = np.array([shard["bytes"] for shard in metadata.shards], np.int64)[blocks[:, SHARD]]
+    # subtract, because a sum could overflow
+    if (blocks[:, BYTES] > ends).any() or (blocks[:, OFFSET] > ends - blocks[:, BYTES]).any() or (blocks[:, BYTES] < 1).any():
+        raise ValueError(f"{BLOCKS} holds a block outside its shard")
+    if (blocks[:, OFFSET] % PAGE).any() or blocks[:, EXAMPLES].max() > 1 << 40 or blocks[:, FRAMES].max() > 1 << 40:
+        raise ValueError(f"{BLOCKS} holds a block that is not aligned or too large")
 
 
 def write_index(folder: Path, metadata: ArchiveMetadata, blocks: np.ndarray) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from roundelay.core.contracts import Task
-from roundelay.errors import UsageError
+from roundelay.core.wait import store_sleep, wait_until
+from roundelay.errors import PeerLost, UsageError
+from roundelay.fleet.membership import FAILURES
 from roundelay.launch.context import DistributedContext
 
 if TYPE_CHECKING:
@@ -75,9 +77,22 @@ def _proportional_to_speed(context: DistributedContext, learner: Learner, task: 
     store.set(f"probe/{context.rank}", json.dumps(rate))
     rates: list[float] = []
     for rank in range(context.size):
-        while (text := store.get(f"probe/{rank}")) is None:
-            store.pause(0.01, f"probe/{rank}")
-        rates.append(json.loads(text))
+        key = f"probe/{rank}"
+        text = wait_until(
+            lambda key=key: store.get(key),  # type: ignore[misc]
+            learner.options.timeout_s,
+            lambda rank=rank: PeerLost(  # type: ignore[misc]
+                f"rank {rank} failed or did not measure its speed in time",
+                where=f"rank {context.rank}, batch=auto",
+                hint="look at its log; raise timeout_s, or set batch to a number",
+            ),
+            failures=learner.job.membership.failed_ranks,
+            awaited=[rank],
+            poll_s=0.01,
+            clock=context.runtime.clock,
+            sleep=store_sleep(store, key, FAILURES),
+        )
+        rates.append(json.loads(text or "0"))
     return [max(1, round(PROBE_BATCH * context.size * r / sum(rates))) for r in rates]
 
 

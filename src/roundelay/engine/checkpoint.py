@@ -3,40 +3,64 @@
 Each rank writes its shard into a hidden folder at its own step boundary. The rank that writes the last shard adds the average
 model and the manifest and renames the folder, so a folder without a leading dot is complete. Tensors are in safetensors,
 everything else in JSON; nothing is pickled.
+
+The rank that completes a checkpoint works in a folder of its own, with hard links to the shards. If it fails, another rank does
+the same in another folder, and whichever is renamed first is the checkpoint.
 """
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import json
 import logging
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass, replace
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from roundelay.core.contracts import Store
+from roundelay.core.files import digest, sync
+from roundelay.core.wait import role_holder
+from roundelay.engine.best import best_position
 from roundelay.engine.learner import Learner
-from roundelay.engine.sharding import Span, merge_ranges, uncovered_ranges
+from roundelay.engine.manifest import FORMAT, MANIFEST, damage_as_data_error, folder_name, read_best, seal, verify
+from roundelay.engine.sharding import DynamicSharding, Span, merge_ranges, uncovered_ranges
+from roundelay.engine.shards import (
+    average_of_shards,
+    in_same_block,
+    model_tensors,
+    read_model,
+    read_shard,
+    shard_tensor,
+    unfit,
+    write_shard,
+)
+from roundelay.engine.store_watch import StoreWatch
 from roundelay.errors import DataError, PeerLost
 from roundelay.strategies.base import innermost
 
-FORMAT = 1
+SETTLED = "complete/"
+ABANDONED = "abandoned"
+"""Value of the key of a position that will not be completed."""
+PARTIAL = re.compile(r"\.samples-(\d+)(?:\.(\d+))?\.partial")
+"""Folder of the shards of a checkpoint, or with a rank the folder in which that rank completes it."""
 
 logger = logging.getLogger(__name__)
 
 
-def folder_name(position: int) -> str:
-    """Return the name of the checkpoint at `position` global samples; names sort by position."""
-    return f"samples-{position:012d}"
+def settled_key(position: int) -> str:
+    """Return the key that exists once a checkpoint is complete or abandoned."""
+    return f"{SETTLED}{position}"
 
 
 @contextmanager
@@ -56,91 +80,179 @@ def disk_errors_as(what: str, where: str) -> Iterator[None]:
 class Checkpoints:
     """The checkpoints of one run, from the view of one rank. For the thread of the learner.
 
+    The key `complete/{position}` settles a position for all ranks. It is claimed once, with the spread of the checkpoint or
+    with "abandoned": several positions wait while the failure of a rank is awaited, and only the newest one is completed.
+
     waiting    positions for which this rank has written its shard and other shards are missing
-    complete   positions that have become complete since the caller last emptied the list
+    complete   (position, spread) of the checkpoints that have become complete since the caller last emptied the list
     """
 
-    def __init__(self, folder: Path, learner: Learner, keep: int, metadata: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, learner: Learner, keep: int, metadata: dict[str, Any], watch: StoreWatch | None = None
+    ) -> None:
         """`metadata` is added to every manifest; `keep` is the number of checkpoints to keep, 0 for all."""
         self.folder, self.learner, self.keep, self.metadata = folder, learner, keep, metadata
+        self.watch = watch or StoreWatch(learner.job.store)
         self.waiting: set[int] = set()
-        self.complete: list[int] = []
+        self.complete: list[tuple[int, float | None]] = []
         folder.mkdir(parents=True, exist_ok=True)
+        self.base: list[Span] = []
+        """Ranges that were done before this run."""
         self._known_failures = 0
         self._strategy_state: dict[str, Any] = {}
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def save(self, position: int) -> None:
-        """Write this rank's shard of the checkpoint at `position` global samples. Does not wait for other ranks."""
+        """Write this rank's shard of the checkpoint at `position` global samples. Does not wait for other ranks.
+
+        Positions must increase. Four store calls; more, but not one per rank, after a failure and to complete the checkpoint.
+        """
         learner, store = self.learner, self.learner.job.store
-        if store.get(f"complete/{position}") is not None:
+        rank, size = learner.context.rank, learner.context.size
+        if position in self.waiting or store.get(settled_key(position)) is not None:
             return
-        partial = self.folder / f".{folder_name(position)}.partial"
-        with disk_errors_as("the checkpoint", f"rank {learner.context.rank}, {partial}"):
-            partial.mkdir(exist_ok=True)
-            write_shard(partial, learner)
-        store.set(f"saved/{position}/{learner.context.rank}", "1")
+        self.raise_if_fenced()
+        partial = self._partial(position)
+        try:
+            with disk_errors_as("the checkpoint", f"rank {rank}, {partial}"):
+                partial.mkdir(exist_ok=True)
+                write_shard(partial, learner)
+        except DataError as error:
+            self.raise_if_fenced()  # the other ranks have completed and moved the folder
+            if self._is_settled(position, error):
+                return
+            raise
+        store.set(f"saved/{position}/{rank}", "1")
         self.waiting.add(position)
-        self.try_to_complete(position)
+        if store.add(f"saved/{position}", 1) >= size - len(learner.watchdog.failed):
+            self.try_to_complete(position)
 
-    def poll(self) -> None:
-        """Move complete positions from `waiting` to `complete`, and complete those that waited for a failed rank."""
+    def _partial(self, position: int) -> Path:
+        """Return the folder in which the shards of a checkpoint are collected."""
+        return self.folder / f".{folder_name(position)}.partial"
+
+    def raise_if_fenced(self) -> None:
+        """Raise PeerLost if this rank has been declared failed."""
+        rank = self.learner.context.rank
+        failed = self.learner.job.membership.failed_ranks()
+        if rank in failed:
+            raise PeerLost(
+                f"this rank was declared failed by the other ranks ({failed[rank]})",
+                where=f"rank {rank}",
+                hint="check whether this machine was suspended or overloaded; continue with resume=auto",
+            )
+
+    def poll(self, now: bool = False) -> None:
+        """Move complete positions from `waiting` to `complete` and drop abandoned ones.
+
+        After a new failure, complete the newest position that waited for it. Otherwise no store call in this thread, except one
+        if `now` is set.
+        """
+        failures = len(self.learner.watchdog.failed)
+        if failures > self._known_failures:
+            self._known_failures = failures
+            self._complete_newest()
+        settled = self.watch.read([settled_key(position) for position in self.waiting], now=now)
         for position in sorted(self.waiting):
-            if self.learner.job.store.get(f"complete/{position}") is not None:
+            text = settled.get(settled_key(position))
+            if text is not None:
                 self.waiting.discard(position)
-                self.complete.append(position)
-            elif len(self.learner.watchdog.failed) > self._known_failures:
-                self.try_to_complete(position)
-        self._known_failures = len(self.learner.watchdog.failed)
+                if text != ABANDONED:
+                    self.complete.append((position, json.loads(text)["spread"]))
 
-    def try_to_complete(self, position: int) -> None:
-        """Complete the checkpoint if the shards of all live ranks are there and no other rank does it.
+    def _complete_newest(self) -> None:
+        """Complete the newest position for which the shards of all live ranks are there."""
+        counts = self.learner.job.store.get_many([f"saved/{position}" for position in self.waiting])
+        needed = self.learner.context.size - len(self.learner.watchdog.failed)
+        for position in sorted(self.waiting, reverse=True):
+            if int(counts[f"saved/{position}"] or 0) >= needed and self.try_to_complete(position):
+                return
 
+    def try_to_complete(self, position: int) -> bool:
+        """Complete the checkpoint if the shards of all live ranks are there and no other live rank does it.
+
+        Return whether all shards are there. Shards of ranks that failed after they had written them belong to the checkpoint.
         Raises PeerLost if this rank has been declared failed.
         """
         learner, store = self.learner, self.learner.job.store
-        failed = learner.job.membership.failed_ranks()
-        if learner.context.rank in failed:
-            raise PeerLost(
-                f"this rank was declared failed by the other ranks ({failed[learner.context.rank]})",
-                where=f"rank {learner.context.rank}",
-                hint="check whether this machine was suspended or overloaded; continue with resume=auto",
-            )
-        live_ranks = [r for r in range(learner.context.size) if r not in failed]
-        if any(store.get(f"saved/{position}/{r}") is None for r in live_ranks):
-            return
-        if store.add(f"completing/{position}", 1) != 1:
-            return
-        partial, final = self.folder / f".{folder_name(position)}.partial", self.folder / folder_name(position)
-        with disk_errors_as("the checkpoint", f"rank {learner.context.rank}, {partial}"):
-            meta = self.write_manifest(partial, position, live_ranks)
-            for path in partial.iterdir():
-                sync(path)
-            sync(partial)
-            if final.exists():
-                shutil.rmtree(final)
-            partial.rename(final)
-            sync(self.folder)
-        store.set(f"complete/{position}", json.dumps({"spread": meta["spread"]}))
-        learner.events.write("checkpoint", position=position, path=final.name, spread=meta["spread"])
+        rank, size = learner.context.rank, learner.context.size
+        self.raise_if_fenced()
+        failed = learner.job.membership.cached
+        notes = store.get_many([settled_key(position), *(f"saved/{position}/{r}" for r in range(size))])
+        if notes[settled_key(position)] is not None:
+            return True
+        saved = [r for r in range(size) if notes[f"saved/{position}/{r}"] is not None]
+        if set(range(size)) - set(failed) - set(saved):
+            return False
+        if role_holder(store, f"completing/{position}", rank, learner.job.membership.failed_ranks) != rank:
+            return True
+        own, final = self.folder / f".{folder_name(position)}.{rank}.partial", self.folder / folder_name(position)
+        try:
+            with disk_errors_as("the checkpoint", f"rank {rank}, {own}"):
+                shutil.rmtree(own, ignore_errors=True)
+                own.mkdir()
+                for r in saved:
+                    for kind in ("json", "safetensors"):
+                        link(self._partial(position) / f"rank-{r:03d}.{kind}", own)
+                meta = self.write_manifest(own, position, saved)
+                for path in own.iterdir():
+                    sync(path)
+                sync(own)
+                replaces = store.get(settled_key(position)) is None and not learner_is_fenced(learner)
+                if not rename_folder(own, final, replaces):
+                    return True  # another rank took over
+                sync(self.folder)
+        except DataError as error:
+            if self._is_settled(position, error):  # another rank took over or abandoned it, and deleted the shards
+                shutil.rmtree(own, ignore_errors=True)
+                return True
+            self.raise_if_fenced()
+            raise
+        if store.claim(settled_key(position), json.dumps({"spread": meta["spread"]})) != ABANDONED:
+            learner.events.write("checkpoint", position=position, path=final.name, spread=meta["spread"])
+        shutil.rmtree(self._partial(position), ignore_errors=True)
         self.prune(position)
+        return True
 
-    def write_manifest(self, partial: Path, position: int, live_ranks: list[int]) -> dict[str, Any]:
-        """Write the average model, then meta.json with sizes and checksums of all files; return its content."""
+    def _is_settled(self, position: int, error: DataError) -> bool:
+        """Return whether a position is complete or abandoned, so that the files which `error` did not find are not needed.
+
+        If files are missing and a later checkpoint is complete, the position is abandoned by this call.
+        """
+        store = self.learner.job.store
+        settled = store.list(SETTLED)
+        if settled_key(position) in settled:
+            return True
+        later = any(text != ABANDONED and int(key[len(SETTLED) :]) > position for key, text in settled.items())
+        if later and isinstance(error.__cause__, FileNotFoundError):
+            store.claim(settled_key(position), ABANDONED)
+            return True
+        return False
+
+    def write_manifest(self, partial: Path, position: int, ranks: list[int]) -> dict[str, Any]:
+        """Write the average model of the shards of `ranks`, then meta.json with sizes and checksums; return its content.
+
+        Failed ranks without a shard count with the samples they had completed: their updates are in the other ranks' weights by
+        way of exchanges, but for the last few that they made after the other ranks had written their shards.
+        """
         learner = self.learner
-        node_leaders = [r for r in learner.node_leaders if r in live_ranks]
+        node_leaders = [r for r in learner.node_leaders if r in ranks]
         mean, spread = average_of_shards(partial, node_leaders)
         buffers = torch.stack([shard_tensor(partial, r, "buffers") for r in node_leaders]).mean(0)
         save_file(model_tensors(learner, mean, buffers), str(partial / "model.safetensors"))
-        completed: list[Span] = []
+        completed: list[Span] = list(self.base)
+        absent = set(learner.job.membership.cached) - set(ranks)
+        if absent and isinstance(learner.sharding, DynamicSharding):
+            completed += learner.sharding.completed_by(absent)
         for r in node_leaders:
-            completed += [tuple(s) for s in json.loads((partial / f"rank-{r:03d}.json").read_text())["completed"]]
+            notes = json.loads((partial / f"rank-{r:03d}.json").read_text())
+            completed += [(start, stop) for start, stop in notes["completed"] + notes["completed_by_failed"]]
         files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in sorted(partial.iterdir())}
         meta = {
             "format": FORMAT,
             "position": position,
-            "ranks": live_ranks,
+            "ranks": ranks,
             "node_leaders": node_leaders,
             "size": learner.context.size,
             "sharding": learner.strategy.traits.sharding,
@@ -149,17 +261,45 @@ class Checkpoints:
             "files": files,
             **self.metadata,
         }
-        (partial / "meta.json").write_text(json.dumps(meta, indent=1))
+        (partial / MANIFEST).write_text(seal(meta), encoding="utf-8")
         return meta
 
     def prune(self, latest: int) -> None:
-        """Delete all but the last `keep` checkpoints, and incomplete ones older than `latest`."""
-        complete = sorted(p for p in self.folder.glob("samples-*") if p.is_dir())
+        """Delete all but the best and the last `keep` checkpoints up to `latest`, and what is left of earlier incomplete ones.
+
+        Call it when all live ranks have written their shards of `latest`: earlier positions that no live rank is completing
+        are abandoned. Folders of positions that are not settled, and those in which another live rank works, are not touched.
+        """
+        newest = best_position(self.learner.job.store)
+        note = json.loads(newest[1]) if newest is not None else read_best(self.folder)
+        kept = folder_name(note["position"]) if note is not None else ""
+        complete = sorted(p for p in self.folder.glob("samples-*") if p.is_dir() and p.name <= folder_name(latest))
         for path in complete[: -self.keep] if self.keep > 0 else []:
-            shutil.rmtree(path, ignore_errors=True)
-        for path in self.folder.glob(".samples-*.partial"):
-            if path.name < f".{folder_name(latest)}.partial":
+            if path.name != kept:
                 shutil.rmtree(path, ignore_errors=True)
+        partial = [(path, match) for path in self.folder.iterdir() if (match := PARTIAL.fullmatch(path.name))]
+        earlier = {position for _, match in partial if (position := int(match[1])) < latest}
+        settled = self._abandon(earlier | {p for p in self.waiting if p < latest})
+        failed = self.learner.job.membership.cached
+        for path, match in partial:
+            owner = self.learner.context.rank if match[2] is None else int(match[2])
+            if int(match[1]) in settled and (owner == self.learner.context.rank or owner in failed):
+                delete_folder(path)
+
+    def _abandon(self, positions: set[int]) -> set[int]:
+        """Abandon those of the positions that are not settled and that no other live rank is completing; return the settled."""
+        if not positions:
+            return set()
+        store, rank = self.learner.job.store, self.learner.context.rank
+        texts = store.get_many([settled_key(position) for position in positions])
+        settled = {position for position in positions if texts[settled_key(position)] is not None}
+        for position in sorted(positions - settled):
+            holder = current_holder(store, f"completing/{position}", self.learner.job.membership.cached)
+            if holder is None or holder == rank:
+                store.claim(settled_key(position), ABANDONED)
+                settled.add(position)
+                logger.info("checkpoint %s is not completed: a later one is complete", folder_name(position))
+        return settled
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -167,8 +307,13 @@ class Checkpoints:
         """Load a checkpoint; return its position and the ranges before it that are not done.
 
         With the same ranks and strategy the state is restored exactly. Otherwise every rank starts from the average model.
+        Raises DataError if the checkpoint is damaged or does not fit.
         """
         meta = verify(path)
+        with damage_as_data_error(path):
+            return self._restore(path, meta)
+
+    def _restore(self, path: Path, meta: dict[str, Any]) -> tuple[int, list[Span]]:
         learner = self.learner
         same = (
             meta["size"] == learner.context.size
@@ -186,165 +331,83 @@ class Checkpoints:
             missing_ranges, position = uncovered_ranges([tuple(s) for s in meta["completed"]], sys.maxsize)
         if learner.strategy.traits.sharding == "static" and missing_ranges:
             position, missing_ranges = missing_ranges[0][0], []  # static sharding has no gaps: go back to the first one
-        learner.completed = [(0, position)] if not missing_ranges else merge_ranges([tuple(s) for s in meta["completed"]])
-        if learner.context.rank != learner.node_leaders[0]:
-            learner.completed = []
+        # all ranks keep what is done, so that the failure of one rank does not lose it
+        self.base = merge_ranges([tuple(s) for s in meta["completed"]]) if missing_ranges else [(0, position)] * (position > 0)
         return position, missing_ranges
 
     def restore_strategy(self) -> None:
         """Restore the state of the strategy. Call it after `strategy.start`, which initializes that state."""
         strategy = innermost(self.learner.strategy)
         for name, value in self._strategy_state.items():
-            old = getattr(strategy, name)
-            setattr(strategy, name, replace(old, **value) if is_dataclass(old) and not isinstance(old, type) else value)
+            old = getattr(strategy, name, None)
+            if is_dataclass(old) and not isinstance(old, type):
+                try:
+                    value = replace(old, **value)
+                except TypeError as error:
+                    raise unfit(f"the state '{name}' of the strategy", str(error)) from error
+            elif isinstance(old, Tensor) and (not isinstance(value, Tensor) or value.shape != old.shape):
+                raise unfit(f"the state '{name}' of the strategy", "wrong shape")
+            elif isinstance(old, int | float) and not isinstance(value, int | float):
+                raise unfit(f"the state '{name}' of the strategy", "not a number")
+            setattr(strategy, name, value)
 
 
-def in_same_block(folder: Path, ranks: list[int]) -> bool:
-    """Return whether all ranks were in the same averaging block when they wrote their shards."""
-    notes = [json.loads((folder / f"rank-{rank:03d}.json").read_text()) for rank in ranks]
-    return all(n.get("strategy", {}).get("blocks") == notes[0].get("strategy", {}).get("blocks") for n in notes)
-
-
-def write_shard(folder: Path, learner: Learner) -> None:
-    """Write one rank's weights, optimizer state, strategy state, RNG state and completed ranges."""
-    worker = learner.worker
-    tensors: dict[str, Tensor] = {"random": learner.context.runtime.rng_state(), "buffers": learner.flat.buffer_vector()}
-    tensors |= {f"buffer/{name}": b for name, b in learner.flat.counters}
-    notes: dict[str, Any] = {"k": worker.k, "steps": learner.steps, "samples_since_mean": worker.samples_since_mean}
-    notes["completed"] = merge_ranges(learner.completed)
-    if worker.is_node_leader:
-        if worker.shared_weights is not None:
-            with worker.shared_weights.locked():
-                tensors["w"] = worker.w.clone()
-        else:
-            tensors["w"] = worker.w.clone()
-        optimizer_tensors, notes["optimizer"] = learner.optimizer.to_saved()
-        tensors |= {f"optimizer/{name}": t for name, t in optimizer_tensors.items()}
-        strategy = innermost(learner.strategy)
-        notes["strategy"] = {}
-        for name in strategy.saved:
-            value = getattr(strategy, name)
-            if isinstance(value, Tensor):
-                tensors[f"strategy/{name}"] = value.contiguous()
-            else:
-                notes["strategy"][name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    name = f"rank-{learner.context.rank:03d}"
-    save_file({k: t.detach().cpu().clone() for k, t in tensors.items()}, str(folder / f"{name}.safetensors"))
-    (folder / f"{name}.json").write_text(json.dumps(notes))
-
-
-def read_shard(folder: Path, rank: int, learner: Learner, exactly: bool) -> dict[str, Any]:
-    """Load a shard into the learner and return the state of the strategy, for `restore_strategy`.
-
-    With `exactly`, the optimizer, the RNG and the counters are restored too.
-    """
-    worker = learner.worker
-    notes = json.loads((folder / f"rank-{rank:03d}.json").read_text())
-    with safe_open(str(folder / f"rank-{rank:03d}.safetensors"), "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    if tensors["buffers"].numel():
-        learner.flat.load_buffers(tensors["buffers"])
-    with torch.no_grad():
-        for name, b in learner.flat.counters:
-            b.copy_(tensors[f"buffer/{name}"])
-    if exactly:
-        learner.context.runtime.set_rng_state(tensors["random"])
-        worker.k, worker.samples_since_mean, learner.steps = notes["k"], notes["samples_since_mean"], notes["steps"]
-    if not worker.is_node_leader or "w" not in tensors:
-        return {}
-    if tensors["w"].numel() != worker.w.numel():
-        raise DataError(
-            f"the checkpoint must have as many parameters as the model, {worker.w.numel()} (got {tensors['w'].numel()})",
-            where=str(folder),
-            hint="resume with the task and the model of the checkpoint",
-        )
-    worker.assign_(tensors["w"])
-    if not exactly:
-        return {}
-    saved = {name.partition("/")[2]: t for name, t in tensors.items() if name.startswith("optimizer/")}
-    learner.optimizer.from_saved(saved, notes["optimizer"])
-    state = {name.partition("/")[2]: t for name, t in tensors.items() if name.startswith("strategy/")}
-    return {**state, **notes["strategy"]}
-
-
-def shard_tensor(folder: Path, rank: int, name: str) -> Tensor:
-    with safe_open(str(folder / f"rank-{rank:03d}.safetensors"), "pt") as file:
-        return file.get_tensor(name)
-
-
-def average_of_shards(folder: Path, ranks: list[int]) -> tuple[Tensor, float]:
-    """Return the mean of the ranks' weights and their spread, sqrt(mean |w - mean|^2) / |mean|."""
-    mean = torch.zeros_like(shard_tensor(folder, ranks[0], "w"), dtype=torch.float64)
-    for rank in ranks:
-        mean += shard_tensor(folder, rank, "w")
-    mean /= len(ranks)
-    variance = sum(float((shard_tensor(folder, rank, "w") - mean).square().sum()) for rank in ranks) / len(ranks)
-    return mean.to(shard_tensor(folder, ranks[0], "w").dtype), (variance**0.5) / max(float(mean.norm()), 1e-30)
-
-
-def model_tensors(learner: Learner, vector: Tensor, buffers: Tensor) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, as `load_state_dict` takes them."""
-    tensors = learner.flat.named(vector.cpu())
-    start = 0
-    for name, b in learner.flat.buffers:
-        tensors[name] = buffers[start : start + b.numel()].view_as(b).to(b.dtype).clone()
-        start += b.numel()
-    for name, t in [*learner.module.named_parameters(), *learner.module.named_buffers()]:
-        if name not in tensors:
-            tensors[name] = t.detach().cpu().clone()
-    return tensors
-
-
-def read_model(folder: Path, learner: Learner) -> Tensor:
-    """Return the average model of a checkpoint as a vector."""
-    with safe_open(str(folder / "model.safetensors"), "pt") as file:
-        return torch.cat([file.get_tensor(slot.name).reshape(-1) for slot in learner.flat.slots])
-
-
-def verify(path: Path) -> dict[str, Any]:
-    """Check sizes and checksums of a checkpoint and return its manifest. Raises DataError if a file is missing or damaged."""
-    hint = "choose another checkpoint, or set resume=auto to use the latest intact one"
-    try:
-        meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
-        if meta["format"] != FORMAT:
-            raise DataError(
-                f"the checkpoint must have format {FORMAT} (got {meta['format']})",
-                where=str(path),
-                hint="use the version of roundelay that wrote it, or choose another checkpoint",
-            )
-        for name, entry in meta["files"].items():
-            file = path / name
-            if not file.is_file():
-                raise DataError(f"{name} is missing from the checkpoint", where=str(path), hint=hint)
-            if file.stat().st_size != entry["bytes"] or digest(file) != entry["sha256"]:
-                raise DataError(f"{name} is damaged: wrong size or checksum", where=str(file), hint=hint)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise DataError(f"reading the checkpoint failed: {error}", where=str(path), hint=hint) from error
-    return meta
-
-
-def latest(folder: Path, log: Callable[[str], None] = logger.warning) -> Path | None:
-    """Return the latest intact checkpoint, or None. Damaged ones are skipped and logged."""
-    for path in sorted((p for p in folder.glob("samples-*") if p.is_dir()), reverse=True):
-        try:
-            verify(path)
-        except DataError as error:
-            log(f"skipping a damaged checkpoint: {error.message} ({path.name})")
-            continue
-        return path
+def current_holder(store: Store, role: str, failed: Collection[int]) -> int | None:
+    """Return the live rank that holds a role (see `role_holder`), or None."""
+    number = 0
+    while (text := store.get(f"{role}/{number}")) is not None:
+        if int(text) not in failed:
+            return int(text)
+        number += 1
     return None
 
 
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a file as hex digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def learner_is_fenced(learner: Learner) -> bool:
+    """Return whether this rank has been declared failed."""
+    return learner.context.rank in learner.job.membership.failed_ranks()
 
 
-def sync(path: Path) -> None:
-    """Flush a file or folder to disk, so that a later rename cannot overtake its content."""
-    fd = os.open(path, os.O_RDONLY)
+def link(source: Path, folder: Path) -> None:
+    """Link a file into a folder, or copy it where the disk has no hard links."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        os.link(source, folder / source.name)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, folder / source.name)
+
+
+def rename_folder(folder: Path, final: Path, replaces: bool) -> bool:
+    """Rename a folder. If `final` exists, replace it, or with `replaces` false delete `folder` and return False."""
+    try:
+        folder.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not replaces:
+            shutil.rmtree(folder, ignore_errors=True)
+            return False
+        old = folder.with_name(f"{folder.name}.old.partial")  # hidden, so never read; deleted at the next start at the latest
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        folder.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    return True
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a folder that a suspended process may still rename: it finds all of it or nothing."""
+    old = path.with_name(f"{path.name}.old.partial")
+    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):  # another rank deletes it, too
+        path.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def delete_partial(folder: Path) -> None:
+    """Delete the incomplete checkpoints of earlier processes. Call it on one rank, before any rank writes a checkpoint."""
+    for path in folder.glob(".*.partial"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

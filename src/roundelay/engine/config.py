@@ -26,7 +26,9 @@ class EngineConfig:
         "ring", help="Which ranks exchange (roundelay list topologies); random_ring for 8 learners or more."
     )
     backend: str = setting("auto", choices=BACKENDS, help="Communication backend (roundelay list backends).")
-    seed: int = setting(0, minimum=0, help="Seed of the initial weights, the order of samples and random matchings.")
+    seed: int = setting(
+        0, minimum=0, maximum=10**12, help="Seed of the initial weights, the order of samples and random matchings."
+    )
     max_grad_norm: float = setting(
         0.0, minimum=0, help="Clip gradients to this norm; 0 disables clipping. Set it if the loss jumps."
     )
@@ -44,6 +46,9 @@ class EngineConfig:
     )
     straggler: str = setting("", help="Slow ranks down on purpose: 1:2.0 makes rank 1 take twice its time.")
     timeout_s: float = setting(60.0, minimum=1, help="Seconds before a collective call fails.")
+    failure_s: float = setting(
+        12.0, minimum=2, maximum=3600, help="Seconds without a heartbeat in the store before a rank is declared failed."
+    )
     bind_address: str = setting("127.0.0.1", help="Address that sockets bind to; auto picks the one that reaches MASTER_ADDR.")
     device: str = setting("auto", help="Device: auto, cpu or cuda.")
     log_every_s: float = setting(1.0, minimum=0.01, help="Seconds between two metric records of a learner.")
@@ -73,11 +78,15 @@ class TrainConfig(EngineConfig):
         "thread", choices=("thread", "process"), help="Threads, or processes if the task's Python code is the bottleneck."
     )  # fmt: skip
     run: str = setting("", help="Run directory; default runs/<name>-<strategy>-<number>.")
-    resume: str = setting("no", help="no, auto (the latest complete checkpoint of the run), or the path of a checkpoint.")
+    resume: str = setting("no", help="no, auto (the latest complete checkpoint of the run), best, or the path of a checkpoint.")
     checkpoint_every_epochs: float = setting(1.0, minimum=0.001, help="Epochs between two checkpoints.")
-    keep_checkpoints: int = setting(3, minimum=1, help="Checkpoints to keep.")
+    keep_checkpoints: int = setting(3, minimum=1, help="Latest checkpoints to keep; the best one is kept besides.")
+    best_metric: str = setting("loss", help="Validation metric by which the best checkpoint is chosen.")
+    best_goal: str = setting("min", choices=("min", "max"), help="Whether a lower or a higher best_metric is better.")
     eval_at_checkpoint: bool = setting(True, help="Evaluate the average model at each checkpoint.")
-    store_port: int = setting(0, minimum=0, maximum=65535, help="TCP port of the job's store; 0 lets the system choose.")
+    store_port: int = setting(
+        0, minimum=0, maximum=65535, help="TCP port of the job's store; 0: a Unix socket for learners=N, else a free port."
+    )
     progress: str = setting("auto", choices=("auto", "rich", "plain", "none"), help="Progress display on the terminal.")
     tensorboard: bool = setting(True, help="Also write metrics for TensorBoard, if it is installed.")
     record_order: bool = setting(False, help="Record the order of updates, so that roundelay replay can repeat the run.")

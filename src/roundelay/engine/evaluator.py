@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from roundelay.core.contracts import Task
+from roundelay.core.wait import role_holder
 from roundelay.engine.learner import Learner
+from roundelay.engine.store_watch import StoreWatch
 
+FINAL = "evaluated/final"
 RATE_SAMPLES = 32
 """Samples of the batch on which the effective learning rate is measured."""
 
@@ -29,12 +32,18 @@ class Evaluator:
 
     log         called with one line per result
     on_result   called with the fields of every `evaluation` event, on every rank
+    on_sum      called with position and metrics on the rank that adds them up, before any rank can see the result
     newest      metrics of the latest result, as one line
     """
 
-    def __init__(self, task: Task, learner: Learner, log: Callable[[str], None] = logger.info) -> None:
+    def __init__(
+        self, task: Task, learner: Learner, log: Callable[[str], None] = logger.info, watch: StoreWatch | None = None
+    ) -> None:
         self.task, self.learner, self.log = task, learner, log
-        self._pending: list[tuple[str, int]] = []
+        self.watch = watch or StoreWatch(learner.job.store)
+        self._pending: dict[tuple[str, int], float | None] = {}
+        self._known_failures = 0
+        self.on_sum: Callable[[int, dict[str, float]], None] | None = None
         self.on_result: Callable[[dict[str, Any]], None] | None = None
         self.newest = ""
 
@@ -48,18 +57,28 @@ class Evaluator:
             parts = self.task.evaluate(module, context.rank, context.size)
         seconds = context.runtime.clock() - began
         learner.worker.step_timer.seconds["eval"] += seconds
-        key = f"evaluated/{'final' if final else position}"
+        key = FINAL if final else f"evaluated/{position}"
         store.set(f"{key}/{context.rank}", json.dumps({"parts": parts, "effective": effective, "seconds": seconds}))
-        self._pending.append((key, position))
-        posted = store.add(key, 1)
-        complete = posted >= context.size - len(learner.job.membership.failed_ranks())
-        if complete and store.claim(f"{key}/sum", str(context.rank)) == str(context.rank):
-            self._add_up(key, position, spread, final)
+        self._pending[key, position] = spread
+        if store.add(key, 1) >= context.size - len(learner.watchdog.failed):
+            self._try_to_add_up(key, position)
 
-    def _add_up(self, key: str, position: int, spread: float | None, final: bool) -> None:
+    def _try_to_add_up(self, key: str, position: int) -> None:
+        """Add up the posts if all live ranks have posted and no other live rank does it. Does not block."""
+        learner, store = self.learner, self.learner.job.store
+        posts = {r: f"{key}/{r}" for r in range(learner.context.size)}
+        texts = store.get_many([f"{key}/result", *posts.values()])
+        if texts[f"{key}/result"] is not None:
+            return
+        failed = learner.job.membership.failed_ranks()
+        if any(texts[post] is None for r, post in posts.items() if r not in failed):
+            return
+        if role_holder(store, f"{key}/sum", learner.rank, learner.job.membership.failed_ranks) == learner.rank:
+            self._add_up(key, position, [json.loads(text) for post in posts.values() if (text := texts[post]) is not None])
+
+    def _add_up(self, key: str, position: int, posts: list[dict[str, Any]]) -> None:
         learner = self.learner
-        texts = [learner.job.store.get(f"{key}/{r}") for r in range(learner.context.size)]
-        posts = [json.loads(text) for text in texts if text is not None]
+        spread, final = self._pending[key, position], key == FINAL
         metrics: dict[str, float] = {}
         for name in posts[0]["parts"]:
             total, count = (sum(p["parts"][name][i] for p in posts) for i in (0, 1))
@@ -76,21 +95,37 @@ class Evaluator:
         if ratios:
             result["effective_rate"] = sum(ratios) / len(ratios)
         learner.events.write("evaluation", **result)
-        learner.job.store.set(f"{key}/result", json.dumps(result))
-        learner.job.store.set(f"{key}/metrics", json.dumps(metrics))
+        if self.on_sum is not None:
+            self.on_sum(position, metrics)
+        learner.job.store.claim(f"{key}/result", json.dumps(result))
 
-    def announce(self) -> None:
-        """Log the results that have become complete since the last call, on whichever rank they were added up."""
+    def announce(self, now: bool = False) -> None:
+        """Log the results that have become complete since the last call, on whichever rank they were added up.
+
+        No store call in this thread, except after a new failure, and one if `now` is set.
+        """
+        failures = len(self.learner.watchdog.failed)
+        for key, position in list(self._pending) if failures > self._known_failures else []:
+            self._try_to_add_up(key, position)  # the rank that was to post or to add up may have failed
+        results = self.watch.read([f"{key}/result" for key, _ in self._pending], now=now)
         for key, position in list(self._pending):
-            text = self.learner.job.store.get(f"{key}/result")
-            if text is None:
+            if (text := results.get(f"{key}/result")) is None:
                 continue
-            self._pending.remove((key, position))
+            del self._pending[key, position]
             result = json.loads(text)
             self.newest = "  ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
             self.log(f"epoch {position / self.task.samples:6.2f}  held-out {self.newest}")
             if self.on_result is not None:
                 self.on_result(result)
+        self._known_failures = failures
+
+    def final_result(self) -> dict[str, float] | None:
+        """Return the metrics of the final evaluation once all live ranks have posted theirs; else None. Does not block."""
+        for key, position in list(self._pending):
+            if key == FINAL and self.learner.job.membership.failed_ranks():
+                self._try_to_add_up(key, position)
+        text = self.learner.job.store.get(f"{FINAL}/result")
+        return json.loads(text)["metrics"] if text is not None else None
 
     def _effective_rate(self, mean: Tensor) -> float | None:
         """Return <g_l, g> / |g|^2 of this learner, without a trace in buffers, gradients or RNG. None with one learner."""

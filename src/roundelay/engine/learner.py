@@ -5,7 +5,6 @@ The training loop (`roundelay.engine.trainer`) and user loops (`roundelay.api.se
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,9 @@ from roundelay import strategies
 from roundelay.core.contracts import EventWriter
 from roundelay.core.flat import Flat
 from roundelay.core.update_log import UpdateLog
+from roundelay.engine.closing import ClosingAverage, average_once
 from roundelay.engine.config import EngineConfig
-from roundelay.engine.heartbeat import LOST_S, HeartbeatMonitor
+from roundelay.engine.heartbeat import HeartbeatMonitor
 from roundelay.engine.run_metadata import environment, mixing
 from roundelay.engine.sharding import DynamicSharding, ShardPlan, Span, StaticSharding
 from roundelay.errors import DataError, PeerLost, UsageError
@@ -93,7 +93,7 @@ class Learner:
         self.events = events or context.runtime.events(None, context.rank)
         self.recorder = MetricsRecorder(self.worker, self.job, self.events, options.log_every_s, context.runtime)
         self.watchdog = HeartbeatMonitor(
-            self.worker, self.job, context, self.events, options.timeout_s, lambda: self.recorder.latest
+            self.worker, self.job, context, self.events, lambda: self.recorder.latest, options.failure_s
         )
         self.sharding: StaticSharding | DynamicSharding | None = None
         self.completed: list[Span] = []
@@ -112,7 +112,7 @@ class Learner:
         node = self.job.new_group(machine, f"machine-{machine[0]}") if len(machine) > 1 else None
         comm = self.job if not hierarchical or context.size == 1 else self.job.new_group(self.node_leaders, "leaders") or node
         assert comm is not None
-        self._communicators = [c for c in (node, comm) if c is not None and c is not self.job]
+        self.communicators = [c for c in (node, comm) if c is not None and c is not self.job]
         if context.size > 1:
             self.job.broadcast(self.flat.phi)
         traits = self.strategy.traits
@@ -205,7 +205,8 @@ class Learner:
     def final_average(self) -> Tensor:
         """Return the mean of the live workers' w on every learner, and load the mean of their buffers. Collective.
 
-        Raises PeerLost if the other ranks finished without this one.
+        With a strategy that survives failures it is repeated without the ranks that fail meanwhile. Raises PeerLost if the
+        other ranks finished without this one.
         """
         worker = self.worker
         if self.context.size == 1:
@@ -214,28 +215,21 @@ class Learner:
         if self.update_log is not None and worker.is_node_leader:
             self._final_weights = mean.clone()
         buffers = self.flat.buffer_vector()
+        survives = self.strategy.traits.survives_failures
         if worker.is_node_leader and worker.size > 1:
-            comm = worker.comm
-            live_ranks = json.loads(self.job.store.claim("closing-members", json.dumps(comm.live_ranks())))
-            if len(live_ranks) < comm.size:
-                group = comm.new_group(live_ranks, "closing")
-                if group is None:
-                    raise PeerLost(
-                        f"this rank was declared failed by the other ranks (no heartbeat for {LOST_S:.0f} s); "
-                        "they finished without it",
-                        where=f"rank {self.context.rank}",
-                        hint="check whether this machine was suspended or overloaded; continue with resume=auto",
-                    )
-                self._communicators.append(group)
-                comm = group
-            if comm.size > 1:
-                mean = comm.all_reduce_mean(mean, None, self.options.deterministic_reduce).wait()
-                if buffers.numel():
-                    buffers = comm.all_reduce_mean(buffers, None, self.options.deterministic_reduce).wait()
+            if survives:
+                mean, buffers = ClosingAverage(self, [mean, buffers]).run()
+            else:
+                mean, buffers = average_once(worker.comm, [mean, buffers], self.options.deterministic_reduce)
         if worker.node is not None:
-            worker.node.broadcast(mean)
-            if buffers.numel():
-                worker.node.broadcast(buffers)
+            try:
+                for vector in (mean, buffers):
+                    if vector.numel():
+                        worker.node.broadcast(vector)
+            except PeerLost:
+                if not (survives and worker.is_node_leader):
+                    raise
+                # the leader has the mean; the rest of its node is lost
         if buffers.numel():
             self.flat.load_buffers(buffers)
         return mean
@@ -244,7 +238,7 @@ class Learner:
         """Stop all threads and close all connections. Also correct after an error."""
         self.watchdog.stop()
         self.worker.close()
-        for comm in reversed(self._communicators):
+        for comm in reversed(self.communicators):
             comm.close()
         self.context.close()
         self.events.close()
@@ -257,6 +251,7 @@ class Learner:
         `compute` runs forward and backward on this learner's batch and returns the loss; None if it has no samples in this
         step. `span`: global samples that are done after this step.
         """
+        self.watchdog.raise_if_fenced()
         worker = self.worker
         self.optimizer.set_position(step_info.position)
         worker.begin(step_info, self.timed(compute, step_info.local_samples) if compute is not None else (lambda: float("nan")))
@@ -312,7 +307,14 @@ class Learner:
         self.position = first
         traits = self.strategy.traits
         self.sharding = (
-            DynamicSharding(plan, self.job.store, missing_ranges, traits.survives_failures, lambda: self.watchdog.failed)
+            DynamicSharding(
+                plan,
+                self.job.store,
+                missing_ranges,
+                traits.survives_failures,
+                lambda: self.watchdog.failed,
+                self.context.runtime.clock,
+            )
             if traits.sharding == "dynamic"
             else StaticSharding(plan)
         )

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import threading
-import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from roundelay.core.contracts import Task
 from roundelay.core.interrupts import StopOnSignals
 from roundelay.core.update_log import UpdateLog
+from roundelay.core.wait import store_sleep, wait_until
 from roundelay.data.device import DeviceTransfer
 from roundelay.data.loader import MAX_DEPTH
 from roundelay.data.process import ProcessBatches
-from roundelay.engine.checkpoint import Checkpoints, disk_errors_as, latest, model_tensors, read_model
+from roundelay.engine.best import BestCheckpoint
+from roundelay.engine.checkpoint import Checkpoints, delete_partial
 from roundelay.engine.config import TrainConfig
 from roundelay.engine.evaluator import Evaluator
+from roundelay.engine.finishing import Finisher
 from roundelay.engine.learner import Learner
+from roundelay.engine.manifest import best, folder_name, latest
 from roundelay.engine.optimizer import make_optimizer
 from roundelay.engine.sharding import BatchLease, DynamicSharding, StaticSharding
-from roundelay.engine.validate import CHECKPOINT_FOLDER, validate_run
-from roundelay.errors import DataError, Interrupted, PeerLost, UsageError
+from roundelay.engine.shards import read_model
+from roundelay.engine.store_watch import StoreWatch
+from roundelay.engine.validate import CHECKPOINT_FOLDER, check_shared_directory, validate_run
+from roundelay.errors import DataError, Interrupted, PeerLost, RoundelayError, UsageError
+from roundelay.fleet.membership import FAILURES
 from roundelay.launch.context import DistributedContext
+from roundelay.launch.local import STARTED
 from roundelay.log.rank_log import close_logger, rank_logger
 from roundelay.metrics.dashboard import LiveDashboard, RunTitle
 from roundelay.metrics.tensorboard import FOLDER, TensorBoardLogger
@@ -97,7 +102,8 @@ class Trainer:
             context.runtime.seed_rank(config.seed * 1_000_003 + rank)  # dropout must differ between ranks
         events = context.runtime.events(run / "events.jsonl" if run is not None else None, rank)
         self.learner = Learner(context, module, make_optimizer(config, module), config, events)
-        self.evaluator = Evaluator(task, self.learner, self.log.info)
+        self.watch = StoreWatch(self.learner.job.store)
+        self.evaluator = Evaluator(task, self.learner, self.log.info, self.watch)
         scalars = run / FOLDER if run is not None and config.tensorboard and importlib.util.find_spec("tensorboard") else None
         self.tensorboard = TensorBoardLogger(self.learner, scalars)
         self.evaluator.on_result = self.tensorboard.on_evaluation
@@ -105,28 +111,21 @@ class Trainer:
         if run is not None:
             self._check_shared(run)
             manifest = {"strategy": config.strategy, "seed": config.seed, **(metadata or {})}
-            self.checkpoints = Checkpoints(run / CHECKPOINT_FOLDER, self.learner, config.keep_checkpoints, manifest)
+            folder, keep = run / CHECKPOINT_FOLDER, config.keep_checkpoints
+            self.checkpoints = Checkpoints(folder, self.learner, keep, manifest, self.watch)
+            best_so_far = BestCheckpoint(run / CHECKPOINT_FOLDER, self.learner, config.best_metric, config.best_goal)
+            self.evaluator.on_sum = best_so_far.update
         self._stop_requested = threading.Event()
         self._stopped_early = False
 
     def _check_shared(self, run: Path) -> None:
-        """Raise unless all ranks see one run directory, where checkpoint shards are collected. All ranks must call it."""
-        store = self.learner.job.store
+        """Raise on all ranks unless all see one run directory, where shards are collected. All ranks must call it.
+
+        Rank 0 also deletes what an earlier process left of an incomplete checkpoint, before any rank can write one.
+        """
         if self.context.rank == 0:
-            (run / ".token").write_text(store.claim("run-token", str(time.time_ns())))
-            store.set("run-token-written", "1")
-        while store.get("run-token-written") is None:
-            store.pause(0.01, "run-token-written")
-        try:
-            token = (run / ".token").read_text()
-        except OSError:
-            token = ""
-        if token != store.get("run-token"):
-            raise UsageError(
-                "the run directory of rank 0 is not visible to this rank",
-                where=f"rank {self.context.rank}, run={run}",
-                hint="put the run directory on a disk that all machines share",
-            )
+            delete_partial(run / CHECKPOINT_FOLDER)
+        check_shared_directory(run, self.context, self.learner.job, self.config.timeout_s)
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
@@ -148,6 +147,7 @@ class Trainer:
                 self._on_start()
             self.tensorboard.start(first)
             learner.start(batches=batches, first=first, total=total, samples=self.task.samples)
+            learner.job.store.set(f"{STARTED}/{self.context.rank}", "1")
             if self.checkpoints is not None:
                 self.checkpoints.restore_strategy()
             if first >= total and not missing_ranges:
@@ -161,19 +161,26 @@ class Trainer:
                 learner.leave()  # before the save: no rank may wait for a shard of a rank that waits in a collective
             if self._stopped_early or self.checkpoints is not None:
                 self._save_last_checkpoint()
+            learner.watchdog.raise_if_fenced()
             mean = learner.finish().clone()
+            learner.watchdog.raise_if_fenced()
             if self._stopped_early:
                 raise Interrupted(
                     "the run was interrupted; a checkpoint was written" if self.checkpoints else "the run was interrupted",
                     where=f"{learner.position} of {total} samples",
                     hint="run the same command with resume=auto to continue",
                 )
-            return self._conclude(mean)
+            finisher = Finisher(learner, self.evaluator, self.config.run_dir, self.config.eval_at_checkpoint, self.log)
+            return finisher.conclude(mean)
         except DataError as error:
-            learner.job.store.claim("abort", str(error))
+            with suppress(RoundelayError):  # the store may be gone
+                learner.job.store.claim("abort", str(error))
             raise
         except PeerLost as error:
-            cause = learner.job.store.get("abort")
+            cause = None
+            with suppress(RoundelayError):  # the store may be gone
+                cause = learner.job.store.get("abort")
+            self._report_failure(error)
             if cause:
                 raise PeerLost(
                     f"another rank stopped the run: {cause.splitlines()[0]}",
@@ -181,11 +188,23 @@ class Trainer:
                     hint="see the message of that rank",
                 ) from error
             raise
+        except Exception as error:
+            if not isinstance(error, RoundelayError):
+                self._report_failure(error)
+            raise
         finally:
             self.dashboard.close()
             close_logger(self.log)
             self.tensorboard.close()
+            self.watch.close()
             learner.close()
+
+    def _report_failure(self, error: Exception) -> None:
+        """Report this rank as failed, so that the ranks of a strategy that survives failures continue without it at once."""
+        if self.learner.strategy.traits.survives_failures and self.context.size > 1:
+            with suppress(RoundelayError):  # the store may be gone
+                text = (str(error) or type(error).__name__).splitlines()[0]
+                self.learner.job.membership.report(self.context.rank, f"{type(error).__name__}: {text}")
 
     def _loop(self, sharding: StaticSharding | DynamicSharding, total: int) -> None:
         learner, config, task = self.learner, self.config, self.task
@@ -201,8 +220,11 @@ class Trainer:
                     item = next(batches, None)
                     learner.worker.step_timer.seconds["loader"] += loader.last_s
                 if item is None:
+                    self._poll_checkpoints(now=True)
                     return
                 lease, batch = item[0], transfer.take(item[1])
+                if isinstance(sharding, DynamicSharding) and not sharding.begin(lease):
+                    continue  # another rank has taken it over
                 info = lease.step_info
                 if info.position >= next_save:  # dynamic sharding: other ranks have passed the position
                     next_save = self._save_at(next_save, every, info.position)
@@ -279,17 +301,16 @@ class Trainer:
                     self.checkpoints.save(save_position)
         return end
 
-    def _poll_checkpoints(self) -> None:
-        """Evaluate the checkpoints that have become complete."""
-        self.evaluator.announce()
-        if self.checkpoints is None or not (self.checkpoints.waiting or self.checkpoints.complete):
+    def _poll_checkpoints(self, now: bool = False) -> None:
+        """Evaluate the checkpoints that have become complete. Without `now` no store call, unless one is complete."""
+        self.evaluator.announce(now)
+        if self.checkpoints is None or not self.checkpoints.waiting:
             return
-        self.checkpoints.poll()
+        self.checkpoints.poll(now)
         while self.checkpoints.complete:
-            position = self.checkpoints.complete.pop(0)
+            position, spread = self.checkpoints.complete.pop(0)
             if self.config.eval_at_checkpoint:
-                note = json.loads(self.learner.job.store.get(f"complete/{position}") or "{}")
-                path = self.checkpoints.folder / f"samples-{position:012d}"
+                path = self.checkpoints.folder / folder_name(position)
                 try:
                     mean = read_model(path, self.learner)
                 except FileNotFoundError:  # faster ranks have pruned it
@@ -297,7 +318,7 @@ class Trainer:
                         f"checkpoint {path.name} was deleted before this rank could evaluate it; raise keep_checkpoints=N"
                     )
                     continue
-                self.evaluator.evaluate(position, mean, note.get("spread"))
+                self.evaluator.evaluate(position, mean, spread)
 
     def _save_last_checkpoint(self) -> None:
         """Write the last checkpoint before the models are averaged, so that a resumed run continues unchanged."""
@@ -307,64 +328,21 @@ class Trainer:
         dynamic = learner.strategy.traits.sharding == "dynamic"
         position = learner.job.store.claim("last-save", str(learner.position)) if dynamic else str(learner.position)
         self.checkpoints.save(int(position))
-        clock, store = self.context.runtime.clock, learner.job.store
-        deadline = clock() + self.config.timeout_s
+        checkpoints = self.checkpoints
+
+        def complete() -> bool:
+            checkpoints.poll(now=True)
+            return int(position) not in checkpoints.waiting
+
         # wait for this checkpoint only: an earlier one may lack the shard of a rank whose leases skipped it
-        self.checkpoints.poll()
-        while int(position) in self.checkpoints.waiting and clock() < deadline:
-            store.pause(0.01, f"complete/{position}", "failures")
-            self.checkpoints.poll()
-
-    def _conclude(self, mean: torch.Tensor) -> dict[str, Any]:
-        """Evaluate and save the average model, and return the metrics of this rank or of the whole run."""
-        learner, config = self.learner, self.config
-        store, size = learner.job.store, self.context.size
-        summary = learner.recorder.summary()
-        learner.events.write("summary", **summary)
-        store.set(f"summary/{self.context.rank}", json.dumps(summary))
-        result: dict[str, Any] = {"rank": self.context.rank, "position": learner.position, **summary}
-        if config.eval_at_checkpoint:
-            self.evaluator.evaluate(learner.position, mean, None, final=True)
-        if self.context.rank == min(learner.job.live_ranks()):
-            if config.run_dir is not None:
-                path = config.run_dir / "model.safetensors"
-                tensors = model_tensors(learner, mean, learner.flat.buffer_vector())
-                with disk_errors_as("the model", f"rank {self.context.rank}, {path}"):
-                    save_file(tensors, str(path))
-            result |= self._gather_metrics(size)
-        return result
-
-    def _gather_metrics(self, size: int) -> dict[str, Any]:
-        """Return the metrics of the whole run. Only the lowest live rank calls it; waits up to `timeout_s` for the ranks."""
-        store = self.learner.job.store
-        result: dict[str, Any] = {}
-        clock, membership = self.context.runtime.clock, self.learner.job.membership
-        deadline = clock() + self.config.timeout_s
-        while self.config.eval_at_checkpoint and clock() < deadline:
-            metrics = store.get("evaluated/final/metrics")
-            if metrics is not None:
-                result["metrics"] = json.loads(metrics)
-                break
-            store.pause(0.01, "evaluated/final/metrics")
-        self.evaluator.announce()
-        ranks: dict[int, Any] = {}
-        for r in range(size):
-            while (note := store.get(f"summary/{r}")) is None and r not in membership.failed_ranks() and clock() < deadline:
-                store.pause(0.005, f"summary/{r}", "failures")
-            if note is not None:
-                ranks[r] = json.loads(note)
-        result["ranks"] = ranks
-        slowest = max(ranks, key=lambda r: ranks[r]["own_s"] / max(ranks[r].get("steps", 1), 1))
-        own, waiting = ranks[slowest]["own_s"], ranks[slowest]["waiting_s"]
-        result["slowest_rank"] = {"rank": slowest, "own_s": own, "waiting_s": waiting}
-        self.learner.events.write("run", slowest_rank=result["slowest_rank"], metrics=result.get("metrics"))
-        failed = self.learner.job.membership.failed_ranks()
-        if failed:
-            result["lost"] = {str(r): cause for r, cause in failed.items()}
-            self.log.warning("ranks failed: " + "; ".join(f"rank {r} ({cause})" for r, cause in failed.items()))
-        if size > 1:
-            self.log.info(f"slowest rank {slowest}: {own:.1f} s of work, {waiting:.1f} s waiting for other ranks")
-        return result
+        if not wait_until(
+            complete,
+            self.config.timeout_s,
+            poll_s=0.1,  # a change of a key ends it at once
+            clock=self.context.runtime.clock,
+            sleep=store_sleep(learner.job.store, f"complete/{position}", FAILURES),
+        ):
+            self.log.warning(f"the last checkpoint is not complete after {self.config.timeout_s:.0f} s; the run continues")
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -377,6 +355,8 @@ class Trainer:
             if path is None:
                 self.log.info("no checkpoint yet: starting from the beginning")
                 return 0, []
+        elif self.config.resume == "best":
+            path = best(self.checkpoints.folder)
         else:
             path = Path(self.config.resume)
         first, missing_ranges = self.checkpoints.restore(path)

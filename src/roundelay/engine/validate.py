@@ -1,12 +1,16 @@
-"""Checks of a run's settings against its run directory, before anything is written."""
+"""Checks of a run's settings and of its run directory, before training starts."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 from roundelay.engine.config import TrainConfig
 from roundelay.engine.learner import slowdown
 from roundelay.errors import UsageError
+from roundelay.fleet.vote import gather, vote
+from roundelay.launch.context import DistributedContext
 
 CHECKPOINT_FOLDER = "ckpt"
 
@@ -27,7 +31,7 @@ def validate_run(config: TrainConfig, size: int) -> None:
             where=f"run={config.run}",
             hint="set resume=auto to continue from the latest one, or choose another run=…",
         )
-    if config.resume not in ("no", "auto") and not Path(config.resume).is_dir():
+    if config.resume not in ("no", "auto", "best") and not Path(config.resume).is_dir():
         raise UsageError(
             f"there is no checkpoint at {config.resume}", where="resume", hint="set resume=auto, or the path of a checkpoint"
         )
@@ -37,3 +41,23 @@ def validate_run(config: TrainConfig, size: int) -> None:
             where=f"record_order=true, resume={config.resume}",
             hint="set record_order=false, or start from the beginning with another run=…",
         )
+
+
+def check_shared_directory(run: Path, context: DistributedContext, job: Any, timeout_s: float) -> None:
+    """Raise the same error on all ranks unless all of them see the run directory of rank 0. Collective; blocks until a vote."""
+    store, membership, rank, clock = job.store, job.membership, context.rank, context.runtime.clock
+    path = run / ".token"
+    if rank == 0:
+        path.write_text(text := str(time.time_ns()))
+        store.set("run-token/0", text)
+    token = gather(store, "run-token/", [0], rank, membership, timeout_s, doing="start of the run", clock=clock)[0]
+    try:
+        visible = path.read_text() == token
+    except OSError:
+        visible = False
+    error = UsageError(
+        f"the run directory of rank 0 is not visible to rank {rank}",
+        where=f"rank {rank} on {context.hosts[rank]}, run={run}",
+        hint="put the run directory on a disk that all machines share",
+    )
+    vote(store, "run-directory", rank, context.size, None if visible else error, membership, timeout_s, clock=clock)

@@ -2,18 +2,15 @@
 
 It is read from the environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
 MASTER_PORT), mpirun or srun. Without them the process is the only rank. Before the first step all ranks compare versions and
-settings and stop with an error that names the first difference.
+settings and test their connections; if one of them finds an error, all stop with it.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import socket
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +23,14 @@ from roundelay.comm.mpi_store import store_by_mpi
 from roundelay.comm.threads import ThreadGroup
 from roundelay.comm.torch_backend import TorchCommunicator
 from roundelay.core.contracts import Communicator, Runtime
-from roundelay.errors import Interrupted, PeerLost, RoundelayError, UsageError, did_you_mean
-from roundelay.fleet.store import JobStore, connect_store, serve_store
+from roundelay.core.wait import wait_until
+from roundelay.errors import Interrupted, RoundelayError, UsageError, did_you_mean
+from roundelay.fleet.heartbeat import FAILURE_S, HEARTBEAT_S, Heartbeats
+from roundelay.fleet.store import JobStore
 from roundelay.launch.environment import read_launcher_env
+from roundelay.launch.rendezvous import local_address_towards, store_from_env
 from roundelay.launch.runtime import SystemRuntime
-from roundelay.version import __version__
+from roundelay.launch.startup import agree_to_start
 
 BACKENDS = {
     "auto": "shared memory inside a machine, torch.distributed and TCP between machines",
@@ -60,6 +60,10 @@ class DistributedContext:
     keep_alive: list[Any] = field(default_factory=list)
     """Objects that must live as long as the job, such as the server of the store."""
     runtime: Runtime = field(default_factory=SystemRuntime)
+    heartbeats: Heartbeats | None = None
+    """Heartbeats that are published from the start of the process on; the learner's monitor continues them."""
+    stop_heartbeats: Callable[[], None] = lambda: None
+    """Stop the thread that publishes heartbeats during start-up."""
     _closed: bool = False
 
     def machine_of(self, rank: int) -> list[int]:
@@ -79,6 +83,9 @@ class DistributedContext:
         self.comm.close()
         if not self._closed:
             self._closed = True
+            self.stop_heartbeats()
+            if self.heartbeats is not None:
+                self.heartbeats.leave(sys.exc_info()[1])
             self._leave_store()
 
     def _leave_store(self) -> None:
@@ -90,11 +97,13 @@ class DistributedContext:
             with suppress(RoundelayError):
                 store.add("left", 1)
             return
-        deadline = time.monotonic() + EXIT_WAIT_S
-        while sys.exc_info()[0] is None and time.monotonic() < deadline:
-            if int(store.get("left") or 0) >= self.size - 1 - len(self.comm.membership.failed_ranks()):
-                return
-            time.sleep(0.01)
+        if sys.exc_info()[0] is None:
+            with suppress(RoundelayError):
+                wait_until(
+                    lambda: int(store.get("left") or 0) >= self.size - 1 - len(self.comm.membership.failed_ranks()),
+                    EXIT_WAIT_S,
+                    poll_s=0.01,
+                )
 
     def abort_job(self, error: BaseException) -> None:
         """Abort after an error: under MPI call MPI_Abort with the error's exit code. Otherwise peers see closed connections."""
@@ -110,7 +119,10 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name == "cuda":
         return torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
     try:
-        return torch.device(name)
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"device type {device.type}")
+        return device
     except RuntimeError as error:
         raise UsageError(f"device must be auto, cpu or cuda (got '{name}')", where="device", hint="use device=auto") from error
 
@@ -158,6 +170,7 @@ def context_from_env(
     device: str,
     simulate_nodes: int,
     digest: Mapping[str, Any],
+    failure_s: float = FAILURE_S,
     env: Mapping[str, str] = os.environ,
 ) -> DistributedContext:
     """Connect to the job that the launcher's environment variables describe. Collective: blocks until all ranks have called it.
@@ -177,10 +190,7 @@ def context_from_env(
         store, address, port = store_by_mpi(mpi_runtime(), bind_address, timeout_s, keep)
     else:
         address, port = variables.get("MASTER_ADDR", "127.0.0.1"), _integer(variables, "MASTER_PORT")
-        served_by_launcher = env.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
-        if rank == 0 and not served_by_launcher:
-            keep.append(serve_store(address, port))
-        store = JobStore(connect_store(address, port, timeout_s), f"job/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/")
+        store = store_from_env(env, rank, address, port, bind_address, timeout_s, keep)
     own_address = local_address_towards(address, port) if bind_address == "auto" else bind_address
     try:
         return create_context(
@@ -194,6 +204,7 @@ def context_from_env(
             device=choose_device(device, local_rank),
             simulate_nodes=simulate_nodes,
             digest=digest,
+            failure_s=failure_s,
             keep=keep,
         )
     except RoundelayError as error:
@@ -223,13 +234,6 @@ def _integer(variables: Mapping[str, str], key: str) -> int:
         ) from error
 
 
-def local_address_towards(address: str, port: int) -> str:
-    """Return the address of this machine on the route to `address`. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(address), port or 1))
-        return str(probe.getsockname()[0])
-
-
 def create_context(
     store: JobStore,
     rank: int,
@@ -242,88 +246,75 @@ def create_context(
     device: torch.device,
     simulate_nodes: int,
     digest: Mapping[str, Any],
+    failure_s: float = FAILURE_S,
     keep: list[Any] | None = None,
 ) -> DistributedContext:
-    """Compare versions and settings with all ranks and create the communicator. Collective."""
-    ranks = exchange_rank_info(store, rank, size, machine, timeout_s, digest)
-    names = fake_machines([info["machine"] for info in ranks], simulate_nodes)
-    if backend == "shm" and len({info["machine"] for info in ranks}) > 1:
-        raise UsageError("backend=shm needs all ranks on one machine", where=f"rank {rank}", hint="use backend=auto")
-    if backend == "mpi":
-        return DistributedContext(
-            MpiCommunicator(mpi_runtime(), store, range(size), rank, timeout_s=timeout_s),
+    """Agree with all ranks to start, and create the communicator. Collective. Heartbeats are published from here on."""
+    if size == 1:
+        heartbeats, stop_heartbeats = None, _no_heartbeats
+    else:
+        heartbeats = Heartbeats(store, rank, size, failure_s)
+        stop_heartbeats = _publish_heartbeats(heartbeats)
+    try:
+        ranks = agree_to_start(
+            store,
             rank,
             size,
-            names,
-            [info["host"] for info in ranks],
-            device,
-            keep or [],
+            machine,
+            timeout_s,
+            digest,
+            bind_address=bind_address,
+            test_links=backend != "mpi",
+            error=lambda ranks: _wrong_backend(backend, ranks),
         )
+        names = fake_machines([info["machine"] for info in ranks], simulate_nodes)
+        comm = _create_communicator(backend, store, rank, size, ranks, names, bind_address, timeout_s, device)
+    except BaseException as error:
+        stop_heartbeats()
+        if heartbeats is not None:
+            heartbeats.leave(error)
+        raise
+    hosts = [info["host"] for info in ranks]
+    return DistributedContext(
+        comm, rank, size, names, hosts, device, keep or [], heartbeats=heartbeats, stop_heartbeats=stop_heartbeats
+    )
+
+
+def _no_heartbeats() -> None: ...
+
+
+def _publish_heartbeats(heartbeats: Heartbeats) -> Callable[[], None]:
+    """Publish one heartbeat at once and the next ones in a thread; return a function that stops it."""
+    message = {"phase": "start"}
+    heartbeats.beat(message)
+    return SystemRuntime().start_periodic(lambda: heartbeats.beat(message), _no_heartbeats, HEARTBEAT_S)
+
+
+def _wrong_backend(backend: str, ranks: Sequence[Mapping[str, Any]]) -> UsageError | None:
+    machines = sorted({info["machine"] for info in ranks})
+    if backend != "shm" or len(machines) == 1:
+        return None
+    return UsageError(
+        "backend=shm needs all ranks on one machine", where=f"machines {', '.join(machines)}", hint="use backend=auto"
+    )
+
+
+def _create_communicator(
+    backend: str,
+    store: JobStore,
+    rank: int,
+    size: int,
+    ranks: Sequence[Mapping[str, Any]],
+    names: list[str],
+    bind_address: str,
+    timeout_s: float,
+    device: torch.device,
+) -> Communicator:
+    if backend == "mpi":
+        return MpiCommunicator(mpi_runtime(), store, range(size), rank, timeout_s=timeout_s)
     # with simulate_nodes, shared memory is used inside a simulated node only
     share = backend == "shm" or backend == "auto"
     nodes = names if backend == "auto" else [info["machine"] for info in ranks]
-    comm = TorchCommunicator(
+    return TorchCommunicator(
         store, range(size), rank, nodes, bind_address=bind_address, share_memory=share, timeout_s=timeout_s, device=device
     )
-    return DistributedContext(comm, rank, size, names, [info["host"] for info in ranks], device, keep or [])
-
-
-def exchange_rank_info(
-    store: JobStore, rank: int, size: int, machine: str, timeout_s: float, digest: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Exchange host, machine, versions and settings with all ranks; return one entry per rank. Collective.
-
-    Raises UsageError if versions, settings or world sizes differ, and PeerLost if a rank does not appear within `timeout_s`.
-    """
-    own = {
-        "size": size,
-        "machine": machine,
-        "host": socket.gethostname(),
-        "versions": {
-            "roundelay": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "settings": {key: json.dumps(value, sort_keys=True, default=str) for key, value in digest.items()},
-        "pid": os.getpid(),
-    }
-    if store.add(f"rank-info-count/{rank}", 1) > 1:
-        raise UsageError(f"RANK must be unique (two processes have rank {rank})", where="RANK", hint="start each rank once")
-    store.set(f"rank-info/{rank}", json.dumps(own))
-    deadline = time.monotonic() + timeout_s
-    ranks: dict[int, dict[str, Any]] = {}
-    while len(ranks) < size:
-        for other in range(size):
-            if other not in ranks and (text := store.get(f"rank-info/{other}")) is not None:
-                ranks[other] = json.loads(text)
-                _compare(own, ranks[other], rank, other)
-        if len(ranks) < size:
-            if time.monotonic() > deadline:
-                missing = ", ".join(str(r) for r in range(size) if r not in ranks)
-                raise PeerLost(
-                    f"rank {missing} did not connect within {timeout_s:.0f} s",
-                    where=f"rank {rank}",
-                    hint="check its log, and that all ranks have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
-                )
-            time.sleep(0.01)
-    return [ranks[r] for r in range(size)]
-
-
-def _compare(own: dict[str, Any], peer: dict[str, Any], rank: int, other: int) -> None:
-    if own["size"] != peer["size"]:
-        raise UsageError(
-            f"WORLD_SIZE must be equal on all ranks (rank {rank}: {own['size']}, rank {other}: {peer['size']})",
-            where="WORLD_SIZE",
-            hint="start all ranks with the same world size",
-        )
-    for what in ("versions", "settings"):
-        for key in sorted(set(own[what]) | set(peer[what])):
-            a, b = own[what].get(key), peer[what].get(key)
-            if a != b:
-                raise UsageError(
-                    f"{key} must be equal on all ranks (rank {rank}: {a}, rank {other}: {b})",
-                    where=f"{what}, {key}",
-                    hint="install the same versions on all machines"
-                    if what == "versions"
-                    else "start all ranks with the same settings",
-                )

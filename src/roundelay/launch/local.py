@@ -6,6 +6,7 @@ failed children to the other ranks at once and returns the exit code of the firs
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -21,27 +22,42 @@ from typing import Any, NoReturn, Protocol, TextIO
 
 import torch
 
+from roundelay.core.files import digest
 from roundelay.core.interrupts import block_signals, discard_pending_signals, exit_code_of
-from roundelay.errors import Interrupted, UsageError
-from roundelay.fleet.membership import StoreMembership
-from roundelay.fleet.store import JobStore, connect_store, serve_store
+from roundelay.errors import Interrupted, PeerLost, UsageError
+from roundelay.fleet.heartbeat import HEARTBEAT
+from roundelay.fleet.membership import StoreMembership, failed_key
+from roundelay.fleet.store import EmbeddedStore, JobStore, connect_store, serve_store, serve_store_locally
+from roundelay.fleet.store_client import parse_address
+from roundelay.launch.rendezvous import STORE_VARIABLE
+from roundelay.launch.scratch import ScratchFolder, remove_stale_folders
 
 GRACE_S = 9.0
-"""Seconds the remaining ranks of a synchronous strategy have to exit after a failure, before they are killed."""
+"""Seconds the remaining ranks of a synchronous strategy have to exit after a failure, before they are killed.
+
+The same holds for all strategies while a rank has not started to train: it may wait in a collective for the failed rank, and
+once only ranks remain that have failed, have left or are silent.
+"""
+LOOK_S = 0.5
+"""Interval at which the launcher looks whether the remaining ranks live, once a rank has exited."""
+STARTED = "started"
+"""Key of the store, with the rank behind a slash, that a learner sets when it starts to train."""
+MODEL_WRITTEN = "model-written"
+"""Key of the store with size and checksum of the model file, set when it has been written and verified."""
 
 logger = logging.getLogger(__name__)
 
 
-def child_environment(rank: int, size: int, bind_address: str, port: int) -> dict[str, str]:
-    """Return torchrun's variables for one local learner. The parent serves the store."""
+def child_environment(rank: int, size: int, bind_address: str, store: str) -> dict[str, str]:
+    """Return torchrun's variables for one local learner, and the address of the store, which the parent serves."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": bind_address,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": store.rpartition(":")[2] if not store.startswith("unix:") else "0",
+        STORE_VARIABLE: store,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
 
@@ -65,19 +81,45 @@ def start_learners(
     port: int,
     run: Path | None,
     survives_failures: bool,
+    model: Path | None = None,
 ) -> int:
     """Run one process per learner with torchrun's variables set; block until all have exited and return the job's exit code.
 
     Learners are forked from this process, where torch is already imported, and call `learn`. If torch is built for CUDA they
     are started with `command` instead, because CUDA does not survive a fork. SIGINT and SIGTERM are forwarded to all learners.
+    The store is on a Unix socket in a private folder; with a `port` it is on TCP.
+
+    With `survives_failures` the job continues after a rank was killed or raised an unexpected exception. With `model` the exit
+    code is 0 only if a learner has published the checksum of this file and the file has it.
     """
     if size < 1:
         raise UsageError(f"learners must be >= 1 (got {size})", where="learners", hint="set learners to at least 1")
+    remove_stale_folders()
+    scratch = ScratchFolder()
+    try:
+        return _run_learners(command, learn, size, bind_address, port, run, survives_failures, model, scratch)
+    finally:
+        scratch.remove()
+
+
+def _run_learners(
+    command: Sequence[str],
+    learn: Callable[[], int],
+    size: int,
+    bind_address: str,
+    port: int,
+    run: Path | None,
+    survives_failures: bool,
+    model: Path | None,
+    scratch: ScratchFolder,
+) -> int:
     # fork before the store starts, so that the children do not inherit its threads and sockets
     fork_server = (
         ForkServer(learn, size, bind_address, run) if torch.version.cuda is None and torch.version.hip is None else None
     )
     children: list[Child] = []
+    server: EmbeddedStore | None = None
+    store: JobStore | None = None
     signals: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
@@ -86,23 +128,29 @@ def start_learners(
 
     previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        server = serve_store(bind_address, port)
-        store = JobStore(connect_store(bind_address, server.port, 60.0), "job/0/")
+        server = serve_store(bind_address, port) if port else serve_store_locally(scratch.socket)
+        address = f"{bind_address}:{server.port}" if port else f"unix:{scratch.socket}"
+        store = JobStore(connect_store(*parse_address(address), 60.0), "job/0/")
         if fork_server is not None and not signals:
-            children += fork_server.release(server.port)
+            children += fork_server.release(address)
         for rank in range(size) if fork_server is None else ():
             if signals:
                 break
-            children.append(_start(command, rank, size, bind_address, server.port, run))
+            children.append(_start(command, rank, size, bind_address, address, run))
         if signals and len(children) < size:
             return Interrupted.exit_code
-        return _wait_for_all(children, StoreMembership(store), run, survives_failures)
+        code = _wait_for_all(children, StoreMembership(store), run, survives_failures)
+        return code if code != 0 or model is None else _check_model(store, model)
     finally:
         if fork_server is not None:
             fork_server.close()
         _signal_all(children, signal.SIGKILL)
         for number, handler in previous.items():
             signal.signal(number, handler)
+        if store is not None:
+            store.close()
+        if server is not None:
+            server.close()
 
 
 class ForkedProcess:
@@ -127,10 +175,10 @@ class ForkedProcess:
 class ForkServer:
     """Fork the learners at once.
 
-    They block on a pipe until the store's port is written; if the pipe closes first, they exit 0.
+    They block on a pipe until the store's address is written; if the pipe closes first, they exit 0.
     """
 
-    PORT = struct.Struct("i")
+    ADDRESS = struct.Struct("256s")
 
     def __init__(self, learn: Callable[[], int], size: int, bind_address: str, run: Path | None) -> None:
         self._read_end, self._write_end = os.pipe()
@@ -145,13 +193,14 @@ class ForkServer:
                 self.children.append(ForkedProcess(pid))
         os.close(self._read_end)
 
-    def release(self, port: int) -> list[ForkedProcess]:
-        """Send the port to all children, which start to learn."""
-        os.write(self._write_end, self.PORT.pack(port) * len(self.children))
+    def release(self, address: str) -> list[ForkedProcess]:
+        """Send the store's address to all children, which start to learn."""
+        for _ in self.children:
+            os.write(self._write_end, self.ADDRESS.pack(address.encode()))
         return self.children
 
     def close(self) -> None:
-        """Close the pipe. Children that have not received a port exit."""
+        """Close the pipe. Children that have not received an address exit."""
         os.close(self._write_end)
 
     def _run_child(self, learn: Callable[[], int], rank: int, size: int, bind_address: str, run: Path | None) -> NoReturn:
@@ -161,11 +210,12 @@ class ForkServer:
             os.close(self._write_end)
             os.setsid()
             discard_pending_signals()
-            message = os.read(self._read_end, self.PORT.size)
+            message = os.read(self._read_end, self.ADDRESS.size)
             if not message:
                 os._exit(0)
+            address = message.rstrip(b"\0").decode()
             Path("/proc/self/comm").write_text(f"learner-{rank}")  # shown by ps and top
-            os.environ |= child_environment(rank, size, bind_address, *self.PORT.unpack(message))
+            os.environ |= child_environment(rank, size, bind_address, address)
             if rank > 0 and run is not None:
                 with _open_log(run, rank) as log:
                     os.dup2(log.fileno(), 1)
@@ -181,9 +231,9 @@ class ForkServer:
 
 
 def _start(
-    command: Sequence[str], rank: int, size: int, bind_address: str, port: int, run: Path | None
+    command: Sequence[str], rank: int, size: int, bind_address: str, store: str, run: Path | None
 ) -> subprocess.Popen[Any]:
-    env = {**os.environ, **child_environment(rank, size, bind_address, port)}
+    env = {**os.environ, **child_environment(rank, size, bind_address, store)}
     if rank == 0 or run is None:
         return subprocess.Popen(command, env=env, start_new_session=True)
     with _open_log(run, rank) as log:
@@ -201,46 +251,123 @@ def _signal_all(children: Sequence[Child], number: int) -> None:
             child.send_signal(number)
 
 
+class _ExitCodes:
+    """The exit codes of the learners, and what follows from them for the job."""
+
+    def __init__(self, size: int, membership: StoreMembership, run: Path | None, survives_failures: bool) -> None:
+        self.size, self.membership, self.run, self.survives_failures = size, membership, run, survives_failures
+        self.codes: dict[int, int] = {}
+        self.cause: int | None = None
+        self.deadline: float | None = None
+        """When the remaining ranks are killed."""
+        self._silent_since: float | None = None
+        self._looked_at = 0.0
+
+    def add(self, rank: int, code: int) -> None:
+        """Note that a rank has exited: report its failure, and set a deadline for the other ranks if they cannot continue."""
+        self.codes[rank] = code
+        if code == 0:
+            return
+        if code < 0:
+            self.membership.report(rank, f"killed by signal {signal.Signals(-code).name}")
+        elif code != Interrupted.exit_code and (self.survives_failures or code != PeerLost.exit_code):
+            self.membership.report(rank, f"ended with exit code {code}")
+        _log_exit(self.run, rank, code)
+        # exit code 1: an exception in one rank; 4: a rank that cannot continue without another, such as one of its machine
+        if self.survives_failures and (code < 0 or code in (1, PeerLost.exit_code)):
+            if not self._all_started():
+                self.deadline = self.deadline or time.monotonic() + GRACE_S
+            return
+        if self.cause is None or self.cause == PeerLost.exit_code:
+            self.cause = PeerLost.exit_code if code < 0 else code
+        self.deadline = self.deadline or time.monotonic() + GRACE_S
+
+    def _all_started(self) -> bool:
+        """Return whether all ranks that run have started to train."""
+        store = self.membership.store
+        return all(store.get(f"{STARTED}/{rank}") is not None for rank in range(self.size) if rank not in self.codes)
+
+    def _are_silent(self) -> bool:
+        """Return whether all remaining ranks were declared failed, have left or have no heartbeat: they run on without effect.
+
+        There may be no rank left to declare the last ranks failed, so an expired heartbeat counts, too. One store call.
+        """
+        remaining = [rank for rank in range(self.size) if rank not in self.codes]
+        texts = self.membership.store.get_many(
+            [key for rank in remaining for key in (failed_key(rank), f"{HEARTBEAT}{rank}", f"{STARTED}/{rank}")]
+        )
+
+        def silent(rank: int) -> bool:
+            beat = texts[f"{HEARTBEAT}{rank}"]
+            expired = beat is None and texts[f"{STARTED}/{rank}"] is not None
+            return texts[failed_key(rank)] is not None or expired or (beat is not None and "left" in json.loads(beat))
+
+        return all(silent(rank) for rank in remaining)
+
+    def _look(self) -> None:
+        """Note since when the remaining ranks are silent. Looks once per LOOK_S, and only once a rank has exited."""
+        now = time.monotonic()
+        if self.codes and len(self.codes) < self.size and now - self._looked_at > LOOK_S:
+            self._looked_at = now
+            self._silent_since = (self._silent_since or now) if self._are_silent() else None
+
+    def expired(self) -> bool:
+        """Return whether the remaining ranks must be killed."""
+        self._look()
+        if self._silent_since is not None and time.monotonic() > self._silent_since + GRACE_S:
+            return True
+        if self.deadline is None or time.monotonic() <= self.deadline:
+            return False
+        if self.cause is None and self._all_started():
+            self.deadline = None
+        return self.deadline is not None
+
+    def result(self) -> int:
+        """Return the exit code of the job: that of the first failure, not of its consequences."""
+        if self.cause is not None or any(code == 0 for code in self.codes.values()):
+            return self.cause or 0
+        own = [code for code in self.codes.values() if code > 0 and code != PeerLost.exit_code]
+        return own[0] if own else PeerLost.exit_code
+
+
 def _wait_for_all(children: Sequence[Child], membership: StoreMembership, run: Path | None, survives_failures: bool) -> int:
-    """Wait until all children have exited and return the exit code of the first failure, not of its consequences."""
-    codes: dict[int, int] = {}
-    deadline: float | None = None
-    cause: int | None = None
+    """Wait until all children have exited and return the exit code of the first failure, not of its consequences.
+
+    Training has no time limit. Once a rank has exited, ranks that are silent are killed GRACE_S after the last live one.
+    """
+    exits = _ExitCodes(len(children), membership, run, survives_failures)
+    codes = exits.codes
     stopped: set[int] = set()
     while len(codes) < len(children):
         for rank, child in enumerate(children):
-            if rank in codes or child.poll() is None:
-                continue
-            code = codes[rank] = child.returncode
-            if code == 0:
-                continue
-            if code < 0:
-                membership.report(rank, f"killed by signal {signal.Signals(-code).name}")
-            elif code != 130 and (survives_failures or code != 4):
-                membership.report(rank, f"ended with exit code {code}")
-            _log_exit(run, rank, code)
-            killed = code < 0
-            # exit code 4: a rank that cannot continue without the failed one, such as another rank of its machine
-            if not (survives_failures and (killed or code == 4)):
-                if cause is None or cause == 4:
-                    cause = 4 if killed else code
-                deadline = deadline or time.monotonic() + GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
+            if rank not in codes and child.poll() is not None:
+                exits.add(rank, child.returncode)
+        if exits.expired():
             for rank in sorted(set(range(len(children))) - set(codes) - stopped):
                 logger.warning("rank %d did not exit within %.0f s and is killed", rank, GRACE_S)
                 stopped.add(rank)
             _signal_all(children, signal.SIGKILL)
         time.sleep(0.02)
-    if cause is None and all(code != 0 for code in codes.values()):
-        return 4
-    if codes[0] != 0 and not cause and run is not None:
+    if codes[0] != 0 and exits.result() == 0 and run is not None:
         _relay_result(run, min(rank for rank, code in codes.items() if code == 0))
-    return cause or 0
+    return exits.result()
+
+
+def _check_model(store: JobStore, model: Path) -> int:
+    """Return 0 if the model file has the size and checksum that a learner has published; else log the error and return 4."""
+    note = json.loads(store.get(MODEL_WRITTEN) or "{}")
+    if note and model.is_file() and model.stat().st_size == note["bytes"] and digest(model) == note["sha256"]:
+        return 0
+    problem = "is missing or damaged" if note else "was not written by any learner"
+    logger.error("the model %s %s; start again with resume=auto", model, problem)
+    return PeerLost.exit_code
 
 
 def _relay_result(run: Path, rank: int) -> None:
-    """Rank 0, which prints the result, has failed: print the last line of another rank's output instead."""
-    lines = _log_path(run, rank).read_text(errors="replace").splitlines()
+    """Rank 0, which prints the result, has failed: print the last line of another rank's output instead, if there is one."""
+    lines: list[str] = []
+    with suppress(OSError):  # the run directory may have been removed
+        lines = _log_path(run, rank).read_text(errors="replace").splitlines()
     if lines:
         sys.stdout.write(lines[-1] + "\n")
         sys.stdout.flush()
@@ -256,6 +383,8 @@ def _log_exit(run: Path | None, rank: int, code: int) -> None:
         logger.warning("rank %d ended with exit code %d", rank, code)
         return
     path = _log_path(run, rank)
-    lines = path.read_text(errors="replace").strip().splitlines()[-8:] if path.exists() else []
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = path.read_text(errors="replace").strip().splitlines()[-8:]
     tail = "\n".join(f"  | {line}" for line in lines or ["(no output)"])
     logger.warning("rank %d ended with exit code %d; last lines of %s:\n%s", rank, code, path, tail)

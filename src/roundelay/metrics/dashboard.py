@@ -57,6 +57,10 @@ class FleetMetrics:
     staleness: float
     max_staleness: int
     pair_distance: float | None
+    exchanges_per_gradient: float | None
+    """Over the learners that exchange weights in the background; None if there are none."""
+    longest_gap: int
+    """Most gradients in a row of one learner without an exchange, since this process began."""
     slowest: int
     """Rank with the longest step."""
     slowdown: float
@@ -70,6 +74,8 @@ def aggregate(ranks: list[Metrics]) -> FleetMetrics:
     elapsed = max(sum(f["elapsed_s"] for f in ranks), 1e-9)
     stale = [(int(k), n) for f in ranks for k, n in f.get("staleness", {}).items()]
     distances = [f["pair_distance"] for f in ranks if "pair_distance" in f]
+    mixing = [f for f in ranks if "longest_gap" in f]
+    gradients = sum(f["steps"] for f in mixing)
     own = {f["rank"]: step_seconds(f) for f in ranks}
     slowest = max(own, key=lambda rank: own[rank])
     return FleetMetrics(
@@ -80,6 +86,8 @@ def aggregate(ranks: list[Metrics]) -> FleetMetrics:
         staleness=sum(k * n for k, n in stale) / max(sum(n for _, n in stale), 1),
         max_staleness=max((k for k, _ in stale), default=0),
         pair_distance=sum(distances) / len(distances) if distances else None,
+        exchanges_per_gradient=sum(f.get("exchanges", 0) for f in mixing) / gradients if gradients else None,
+        longest_gap=max((f["longest_gap"] for f in mixing), default=0),
         slowest=slowest,
         slowdown=own[slowest] / max(min(own.values()), 1e-9),
     )
@@ -183,6 +191,14 @@ def format_speed(title: RunTitle, fleet: FleetMetrics) -> str:
     return text
 
 
+def format_exchanges(fleet: FleetMetrics, *, short: bool = False) -> str:
+    """Format exchanges per gradient and the longest run of gradients without one, or "" without gossip."""
+    if fleet.exchanges_per_gradient is None:
+        return ""
+    gradients = "" if short else " gradient" if fleet.longest_gap == 1 else " gradients"
+    return f"{fleet.exchanges_per_gradient:.2f} per gradient, at most {fleet.longest_gap}{gradients} without one"
+
+
 def format_line(title: RunTitle, rate: ProgressRate, fleet: FleetMetrics) -> str:
     """Format all metrics as one line for a file."""
     parts = [
@@ -194,6 +210,7 @@ def format_line(title: RunTitle, rate: ProgressRate, fleet: FleetMetrics) -> str
         ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in fleet.shares.items()),
         f"staleness {fleet.staleness:.1f}",
         f"pair distance {fleet.pair_distance:.2g}" if fleet.pair_distance is not None else "",
+        f"exchanges {exchanges}" if (exchanges := format_exchanges(fleet)) else "",
         f"slowest rank {fleet.slowest}",
         f"{format_duration(rate.eta_s)} left",
     ]
@@ -232,6 +249,8 @@ def render_panel(title: RunTitle, rate: ProgressRate, ranks: list[Metrics], held
     summary.add_row(
         "distance", f"{fleet.pair_distance:.2g} of |w| between partners" if fleet.pair_distance is not None else "–"
     )
+    if exchanges := format_exchanges(fleet, short=width < 72):
+        summary.add_row("exchanges", exchanges)
     if len(ranks) > 1:
         summary.add_row("slowest", f"rank {fleet.slowest}: {fleet.slowdown:.1f} × the step time of the fastest")
     table = Table(box=None, padding=(0, 1), header_style="dim")

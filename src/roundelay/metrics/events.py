@@ -34,19 +34,21 @@ class EventLog:
                 os.write(self._fd, (line + "\n").encode())
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first: a thread that still writes must not reach a file that gets the same number
+        if fd >= 0:
+            os.close(fd)
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file. Incomplete lines, such as the last one after a crash, are skipped."""
-    with open(path, encoding="utf-8") as file:
+    """Yield the events of a file. Lines that are not JSON objects, such as the last one after a crash, are skipped."""
+    with open(path, "rb") as file:
         for line in file:
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
                 continue
+            if isinstance(event, dict):
+                yield event
 
 
 ALWAYS = {
@@ -85,7 +87,10 @@ FIELDS: dict[str, dict[str, str]] = {
         "exchanges": "gossip exchanges since the previous steps event",
         "bytes": "payload bytes this learner sent since the previous steps event",
         "pair_distance": "mean of |w_i - w_j| / |w_i| over the exchanges, from a sample of elements; absent without exchanges",
-        "exchange_s": "mean seconds from the start of a gossip round to its end; absent without exchanges",
+        "exchange_s": "mean seconds from the start of an exchange to its end; absent without exchanges",
+        "exchange_gaps": "number of steps by the gradients in a row without an exchange that end with them, such as "
+        '{"0": 148, "1": 19}; absent without gossip',
+        "longest_gap": "most gradients in a row without an exchange, since this process began; absent without gossip",
     },
     "evaluation": {
         "position": "global samples at which the average model was taken",
@@ -103,6 +108,9 @@ FIELDS: dict[str, dict[str, str]] = {
     "lost": {
         "lost": "rank that failed",
         "why": "how the failure was detected; every surviving learner writes this event",
+    },
+    "suspected": {
+        "suspected": "live ranks with which this rank's exchanges fail at the moment; written when the list changes",
     },
     "stall": {
         "waiting_for": "ranks that the other ranks wait for",
@@ -126,11 +134,16 @@ FIELDS: dict[str, dict[str, str]] = {
         "waiting_s": "same as comm_s",
         "staleness_mean": "mean staleness of this learner's gradients",
         "staleness": "number of gradients per staleness over the run",
+        "exchange_gaps": "number of steps by the gradients in a row without an exchange, over the run",
+        "exchanges_per_gradient": "exchanges divided by steps; absent without gossip",
+        "longest_gap": "most gradients in a row without an exchange; absent without gossip",
+        "gap_p99": "99 % of the runs of gradients without an exchange are at most this long, counting a run of length 0 where "
+        "an exchange follows every gradient; absent without gossip",
     },
     "run": {
         "slowest_rank": "rank, own_s and waiting_s of the learner with the largest own_s per step",
         "metrics": "metrics of the final evaluation",
     },
-    "watchdog": {"error": "why this rank's heartbeat monitor stopped early: the store was unreachable"},
+    "watchdog": {"error": "why this rank was declared failed by the other ranks, after which it leaves"},
 }
 """Description of every field of every event."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roundelay.core.contracts import Communicator, EventWriter, Runtime
+from roundelay.metrics.gaps import quantile, run_lengths
 from roundelay.strategies.worker import Worker
 
 
@@ -23,6 +24,7 @@ class MetricsRecorder:
         self.samples = 0
         self.total: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
+        self.gaps: Counter[int] = Counter()
         self._steps = 0
         self._losses = (0.0, 0)
         self._since = self._began = self.clock()
@@ -69,6 +71,9 @@ class MetricsRecorder:
             "exchanges": int(exchanges),
             "bytes": sent - self._bytes,
         }
+        if timer.gaps:
+            self.latest["exchange_gaps"] = {str(k): v for k, v in sorted(timer.gaps.items())}
+            self.latest["longest_gap"] = max(*timer.gaps, *self.gaps, 0)
         if exchanges:
             self.latest["pair_distance"] = gossip["distance"] / exchanges
             self.latest["exchange_s"] = round(gossip["exchange_s"] / exchanges, 6)
@@ -78,8 +83,10 @@ class MetricsRecorder:
         self.total.update({f"{kind}_s": s for kind, s in timer.seconds.items()})
         self.total.update(steps=self._steps, samples=self.samples, exchanges=int(exchanges), bytes=sent - self._bytes)
         self.staleness.update(timer.staleness)
+        self.gaps.update(timer.gaps)
         timer.seconds.clear()
         timer.staleness.clear()
+        timer.gaps.clear()
         self._steps, self.samples, self._losses = 0, 0, (0.0, 0)
         self._since, self._bytes = now, sent
 
@@ -88,7 +95,7 @@ class MetricsRecorder:
         elapsed = self.clock() - self._began
         updates = max(sum(self.staleness.values()), 1)
         own = sum(self.total[k] for k in ("compute_s", "data_s", "update_s"))
-        return {
+        fields = {
             **{k: round(v, 4) for k, v in self.total.items()},
             "elapsed_s": round(elapsed, 4),
             "samples_per_s": round(self.total["samples"] / max(elapsed, 1e-9), 3),
@@ -96,4 +103,10 @@ class MetricsRecorder:
             "waiting_s": round(self.total["comm_s"], 4),
             "staleness_mean": round(sum(k * v for k, v in self.staleness.items()) / updates, 4),
             "staleness": {str(k): v for k, v in sorted(self.staleness.items())},
+            "exchange_gaps": {str(k): v for k, v in sorted(self.gaps.items())},
         }
+        if self.gaps:
+            fields["exchanges_per_gradient"] = round(self.total["exchanges"] / sum(self.gaps.values()), 4)
+            fields["longest_gap"] = max(self.gaps)
+            fields["gap_p99"] = quantile(run_lengths(self.gaps), 0.99)
+        return fields

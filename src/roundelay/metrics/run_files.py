@@ -29,4 +29,5 @@ def training_dir(run: Path) -> Path | None:
     if (run / EVENTS).is_file():
         return run
     networks = [path for path in run.glob(f"{NETWORK}*") if (path / EVENTS).is_file()]
-    return max(networks, key=lambda path: int(path.name.partition("-")[2] or 1)) if networks else None
+    numbers = {path: path.name.partition("-")[2] or "1" for path in networks}
+    return max(networks, key=lambda path: int(numbers[path]) if numbers[path].isdecimal() else 0) if networks else None

@@ -11,10 +11,13 @@ import json
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from typing import Any
 
-from roundelay.fleet.store import JobStore
+from roundelay.core.contracts import Store
+from roundelay.launch.startup import agree_to_start
 
 ALL_PAIRS_UP_TO = 6
 """With more ranks, only neighbors on the ring are measured, and rank 0 with all ranks for the clocks."""
@@ -47,16 +50,36 @@ def pairs(size: int) -> list[tuple[int, int]]:
     return sorted(ring | {(0, r) for r in range(1, size)})
 
 
-def measure_links(store: JobStore, rank: int, size: int, host: str, timeout_s: float) -> list[MeasuredLink]:
-    """Measure all pairs. Collective and blocking; returns the links on rank 0 and an empty list elsewhere.
+def agree_and_measure(
+    store: Store, rank: int, size: int, machine: str, host: str, timeout_s: float
+) -> tuple[list[dict[str, Any]], list[MeasuredLink]]:
+    """Run the start-up checks of a run, then measure the links. Collective; returns the entries of all ranks and the links.
+
+    The links are returned on rank 0 only. Pairs that cannot connect, in either direction, are links with an error. All other
+    errors of the start-up checks are raised, the same one on all ranks.
+    """
+    ranks = agree_to_start(store, rank, size, machine, timeout_s, {}, bind_address=host, report_links=True)
+    broken: dict[tuple[int, int], str] = {}
+    for r, info in enumerate(ranks):
+        for peer, reason in info.get("unreachable", {}).items():
+            pair = min(r, peer), max(r, peer)
+            broken[pair] = "; ".join(filter(None, (broken.get(pair), reason)))
+    return ranks, measure_links(store, rank, size, host, timeout_s, broken)
+
+
+def measure_links(
+    store: Store, rank: int, size: int, host: str, timeout_s: float, broken: Mapping[tuple[int, int], str] | None = None
+) -> list[MeasuredLink]:
+    """Measure all pairs but the `broken` ones. Collective and blocking; returns the links on rank 0, an empty list elsewhere.
 
     `host` is the address at which this rank accepts connections. A pair that fails is reported in `MeasuredLink.error`.
     """
+    broken = broken or {}
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         store.set(f"listener/{rank}", json.dumps([host, listener.getsockname()[1]]))
-        links = []
-        for a, b in pairs(size):
+        links = [MeasuredLink(a, b, error=reason) for (a, b), reason in sorted(broken.items())]
+        for a, b in (pair for pair in pairs(size) if pair not in broken):
             key = f"link/{a}-{b}"
             if rank == a:
                 address = _wait_for_key(store, f"listener/{b}", timeout_s)
@@ -74,7 +97,7 @@ def _silent(rank: int) -> str:
     return f"rank {rank} did not answer in time"
 
 
-def _wait_for_key(store: JobStore, key: str, timeout_s: float) -> str:
+def _wait_for_key(store: Store, key: str, timeout_s: float) -> str:
     """Return the value of a key, or an empty string after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (value := store.get(key)) is None:
@@ -107,7 +130,7 @@ def _measure_as_client(a: int, b: int, host: str, port: int) -> MeasuredLink:
     return MeasuredLink(a, b, round(PAYLOAD / 1e6 / seconds, 1), round(1000 * shortest, 3), round(skew, 6))
 
 
-def _serve_measurement(store: JobStore, listener: socket.socket, key: str) -> None:
+def _serve_measurement(store: Store, listener: socket.socket, key: str) -> None:
     """Answer the client of one pair; return when it is done or when it has written its result under `key`."""
     listener.settimeout(ACCEPT_POLL_S)
     while store.get(key) is None:

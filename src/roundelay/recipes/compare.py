@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roundelay.errors import UsageError
+from roundelay.errors import UsageError, reading
 from roundelay.recipes.hypotheses import DecodedSet, load_hypotheses, word_errors
 from roundelay.recipes.run_layout import LSTM
 from roundelay.report.html import flattened
@@ -61,7 +61,10 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
 
     Raises UsageError if all runs have the same settings.
     """
-    runs = [read_compared_run(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
+    runs = []
+    for path, name in zip(paths, names_of(paths), strict=True):
+        with reading("the run", path, "check the files of the run directory"):
+            runs.append(read_compared_run(path, name))
     keys = ["strategy", *(k for k in differences([r.run for r in runs], most=20) if k != "seed")]
     if len({r.run.learners for r in runs}) > 1:
         keys.append("learners")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from roundelay import config
-from roundelay.errors import DataError, UsageError
+from roundelay.errors import DataError, UsageError, reading
 from roundelay.recipes.config import Recipe, SourceConfig
 from roundelay.recipes.pipeline_context import PipelineContext, recreate_dir
 from roundelay.speech.corpora import hold_out, read_corpus
@@ -69,7 +69,8 @@ def prepare_data(context: PipelineContext) -> None:
 def read_source(context: PipelineContext, source: SourceConfig) -> dict[str, list[Utterance]]:
     """Return the sets of one source. Synthesize the corpus first if `source` is a synthesizer and its corpus is outdated."""
     if source.kind != "synth":
-        return read_corpus(source.kind, source_root(context.recipe, source))
+        with reading("the corpus", "source.root", "set source.root to the folder of the corpus"):
+            return read_corpus(source.kind, source_root(context.recipe, source))
     from roundelay.speech.synth.corpus import SynthOptions, synthesize
 
     root = corpus_dir(context).resolve()
@@ -107,6 +108,11 @@ def synth_corpus_is_current(root: Path, options: dict[str, Any]) -> bool:
     return info.exists() and json.loads(info.read_text())["options"] == json.loads(json.dumps(options))
 
 
+def _text_lines(path: Path) -> list[str]:
+    with reading("the text of the language model", path, "set language.text to a text file"):
+        return path.read_text(encoding="utf-8").splitlines()
+
+
 def write_language_files(
     context: PipelineContext, sets: dict[str, list[Utterance]], sentences: Sequence[Sequence[str]]
 ) -> None:
@@ -118,7 +124,8 @@ def write_language_files(
     corpus = corpus_dir(context)
     words = sorted({word for part in ("train", "dev") for u in sets[part] for word in u.words})
     if language.lexicon == "corpus":
-        shutil.copy(corpus / "lexicon.txt", layout.lexicon)
+        with reading("the lexicon of the corpus", corpus / "lexicon.txt", "set language.lexicon"):
+            shutil.copy(corpus / "lexicon.txt", layout.lexicon)
     elif language.lexicon == "espeak":
         pronounce(words).write(layout.lexicon)
     else:
@@ -127,11 +134,11 @@ def write_language_files(
     if language.isolated_words:
         lines = sorted(lexicon.entries)
     elif language.text == "corpus":
-        lines = (corpus / "lm.txt").read_text().splitlines()
+        lines = _text_lines(corpus / "lm.txt")
     elif language.text == "train":
         lines = [" ".join(sentence) for sentence in sentences]
     else:
-        lines = (context.recipe.folder / language.text).read_text().splitlines()
+        lines = _text_lines(context.recipe.folder / language.text)
     layout.lm_text.write_text("".join(f"{line}\n" for line in lines))
     missing = lexicon.missing(words)
     if missing:

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from roundelay.errors import PARSE_ERRORS, reading
 from roundelay.metrics import run_files
 from roundelay.recipes.run_layout import LSTM, RunLayout, hypothesis_file
 from roundelay.recipes.systems import SYSTEMS
 from roundelay.report.page import names_of, write_report
-from roundelay.report.run_reader import RunView, WerResult, read_run
+from roundelay.report.run_reader import PAIRED_NUMBERS, RunView, WerResult, read_run, valid_rows
 from roundelay.speech.score import Texts, paired, read_text, score
 
 CONFUSIONS = 10
@@ -49,7 +50,7 @@ def load_hypotheses(run: Path) -> list[DecodedSet]:
 def _read(layout: RunLayout, systems: dict[str, Path]) -> list[DecodedSet]:
     try:
         sets = layout.test_sets()
-    except (OSError, ValueError, KeyError):
+    except PARSE_ERRORS:
         return []
     decoded = []
     for name in sets:
@@ -74,7 +75,7 @@ def word_errors(run: Path) -> WerResult | None:
     words = WerResult()
     result = RunLayout(run).result
     if result.is_file():
-        words.paired = json.loads(result.read_text()).get("paired") or []
+        words.paired = read_paired(result)
     last = decoded[-1].system
     for h in decoded:
         scored = score(h.refs, h.hyps, h.speakers)
@@ -85,6 +86,12 @@ def word_errors(run: Path) -> WerResult | None:
                 for c in scored.confusions(CONFUSIONS)
             ]
     return words
+
+
+def read_paired(path: Path) -> list[dict[str, Any]]:
+    """Return the paired comparisons of a result.json. Raise DataError if it is not a JSON object."""
+    with reading("the result", path, "decode again: roundelay run"):
+        return valid_rows(dict(json.loads(path.read_text(encoding="utf-8"))).get("paired"), PAIRED_NUMBERS)
 
 
 def compare_with_first(runs: Sequence[Path]) -> dict[Path, list[dict[str, Any]]]:

@@ -226,6 +226,7 @@ def run_training(task: FrameTask, config: TrainConfig) -> None:
         port=config.store_port,
         run=run,
         survives_failures=strategy.traits.survives_failures,
+        model=run / run_files.MODEL,
     )
     if code == Interrupted.exit_code:
         logger.info("  training interrupted; its checkpoint is kept in %s", run)
@@ -259,6 +260,7 @@ def train_rank(task: FrameTask, config: TrainConfig) -> int:
         backend=config.backend,
         bind_address=config.bind_address,
         timeout_s=config.timeout_s,
+        failure_s=config.failure_s,
         device=config.device,
         simulate_nodes=config.simulate_nodes,
         digest={key: getattr(config, key) for key in AGREED},

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from roundelay.core.update_log import FIELDS, FOLDER, Op
-from roundelay.errors import DataError
+from roundelay.errors import DataError, reading
 from roundelay.strategies.step import StepInfo
 
 RECORD_AGAIN = "record the run again: roundelay train … record_order=true"
@@ -58,7 +58,13 @@ def read_run_log(run: Path) -> RunLog:
     folder = run / FOLDER
     if not folder.is_dir():
         raise DataError("the run has no recorded order", where=str(run), hint="train with record_order=true")
+    with reading("the recorded order", folder, RECORD_AGAIN):
+        return _read_run_log(folder)
+
+
+def _read_run_log(folder: Path) -> RunLog:
     card = _card(folder, 0)
+    _check_card(card, folder)
     size, total = int(card["size"]), int(card["total"])
     steps: list[list[StepRecord]] = []
     entries: list[np.ndarray] = []
@@ -80,7 +86,19 @@ def read_run_log(run: Path) -> RunLog:
             ]
         )
         entries.append(rows[~is_step])
-    return RunLog(card, steps, _orders(np.concatenate(entries), folder), _last(folder, card))
+    log = RunLog(card, steps, _orders(np.concatenate(entries), folder), _last(folder, card))
+    _check_ranges(log)
+    return log
+
+
+def _check_ranges(log: RunLog) -> None:
+    """Raise ValueError if a step refers to samples, or an operation to a vector, that the run did not have."""
+    for step in (step for steps in log.steps for step in steps):
+        if step.epoch < 0 or not 0 <= step.start <= step.stop <= log.card["samples"]:
+            raise ValueError(f"a step has the samples {step.start} to {step.stop} of epoch {step.epoch}")
+    for actor in {entry.actor for order in log.orders for entry in order}:
+        if not 0 <= actor < len(log.orders):
+            raise ValueError(f"an operation has the actor {actor} of {len(log.orders)}")
 
 
 def _card(folder: Path, rank: int) -> dict[str, Any]:
@@ -95,6 +113,29 @@ def _card(folder: Path, rank: int) -> dict[str, Any]:
             f"the log of rank {rank} is incomplete: the run did not end normally", where=str(path), hint=RECORD_AGAIN
         )
     return card
+
+
+MAX_RANKS = 100_000
+COUNTS = ("size", "total", "parameters", "samples", "threads")
+
+
+def _check_card(card: dict[str, Any], folder: Path) -> None:
+    """Raise DataError if a field of rank 0's card has a wrong type or an impossible value."""
+    size, leaders, machines = card.get("size"), card.get("leaders"), card.get("machines")
+    batches, threads = card.get("batches"), card.get("threads")
+    counts = [card.get(key) for key in COUNTS]
+    valid = (
+        all(isinstance(n, int) and not isinstance(n, bool) and 0 < n < 1 << 62 for n in counts)
+        and isinstance(size, int) and size <= MAX_RANKS
+        and isinstance(threads, int) and threads <= 4096
+        and isinstance(leaders, list) and len(leaders) > 0 and all(r in range(size) for r in leaders)
+        and len(set(leaders)) == len(leaders)
+        and isinstance(machines, list) and len(machines) == size
+        and isinstance(batches, list) and all(isinstance(b, int) and 0 <= b < 1 << 62 for b in batches)
+        and isinstance(card.get("settings"), dict) and isinstance(card.get("device"), str)
+    )  # fmt: skip
+    if not valid:
+        raise DataError("the header of the log is broken", where=str(folder / "rank-000.json"), hint=RECORD_AGAIN)
 
 
 def _read(path: Path) -> np.ndarray:

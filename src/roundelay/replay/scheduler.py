@@ -33,8 +33,8 @@ class ReplayScheduler:
         self.vectors: dict[int, Tensor] = {}
         self.versions = [0] * len(orders)
         self._next = [0] * len(orders)
-        self._snapshots: dict[tuple[int, int], Tensor] = {}
-        self._applied: set[tuple[int, int]] = set()
+        self._snapshots: dict[tuple[int, int, int], Tensor] = {}
+        self._applied: set[tuple[int, int, int]] = set()
         self._wants: dict[tuple[int, int], tuple[greenlet, frozenset[Op]]] = {}
         self._waits: list[tuple[greenlet, Callable[[], bool]]] = []
         self._hub = getcurrent()
@@ -109,9 +109,9 @@ class ReplayScheduler:
         if event.kind is Op.PAIR_AVERAGE:
             return self._pair_average(vector, event)
         if event.kind is Op.SNAPSHOT:
-            self._snapshots[vector, event.round] = self.vectors[vector].clone()
+            self._snapshots[vector, event.actor, event.round] = self.vectors[vector].clone()
         else:
-            mine, theirs = ((v, event.round) for v in (vector, event.actor))
+            mine, theirs = (vector, event.actor, event.round), (event.actor, vector, event.round)
             if theirs not in self._snapshots or mine not in self._snapshots:
                 return False
             kernels.add_half_difference(self.vectors[vector], self._snapshots[theirs], self._snapshots[mine])
@@ -176,7 +176,7 @@ class ReplayedVector:
 class NullGossip:
     """The gossip handle of a replay: the scheduler executes the recorded exchanges."""
 
-    rounds = 0
+    rounds = exchanges = 0
 
     def notify_step(self) -> None:
         """Do nothing: the log says when exchanges happened."""

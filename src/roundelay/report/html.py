@@ -20,9 +20,14 @@ def color(n: int) -> int:
 def card(content: str, hint: str = "", heading: str = "", figure: str = "") -> str:
     """Return a figure with a heading and a hint on how to read it. `figure` names it for tests and scripts."""
     title = f"<h3>{escape(heading)}</h3>" if heading else ""
-    name = f' data-figure="{figure}"' if figure else ""
+    name = f' data-figure="{escape(figure)}"' if figure else ""
     caption = f'<p class="look"><b>What to look for:</b> {hint}</p>' if hint else ""
     return f'<figure class="card"{name}>{title}{content}{caption}</figure>'
+
+
+def attribute(markup: str) -> str:
+    """Return text that is already escaped as the value of an attribute."""
+    return markup.replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def legend(runs: Sequence[RunView]) -> str:
@@ -43,7 +48,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int 
     top = "".join(f'<th scope="col"{k}>{h}</th>' for h, k in zip(head, kinds, strict=False))
     body = []
     for row in rows:
-        names = [f' data-name="{h}"' for h in head] if stacks else [""] * len(row)
+        names = [f' data-name="{attribute(h)}"' for h in head] if stacks else [""] * len(row)
         body.append("<tr>" + "".join(f"<td{k}{n}>{c}</td>" for c, k, n in zip(row, kinds, names, strict=False)) + "</tr>")
     kind = ' class="stacks"' if stacks else ""
     start = f"<thead><tr>{top}</tr></thead>" if head else ""

@@ -1,4 +1,4 @@
-"""The mixing section: learners on a circle with a line per averaging pair, and the mixing matrix."""
+"""The mixing section: learners on a circle with a line per averaging pair, the mixing matrix, gradients without an exchange."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from roundelay.report.html import card, table
+from roundelay.metrics.gaps import quantile
+from roundelay.report import series
+from roundelay.report.html import card, color, legend, table
 from roundelay.report.run_reader import RunView
-from roundelay.report.svg import coordinate, document, element, label, number
+from roundelay.report.svg import bar_chart, coordinate, document, element, label, number
 
 SIDE = 300
 HINT = (
     "Left: a line joins learners that average with each other. Right: the mixing matrix, the mean weight of learner j (column) "
     "in the average of learner i (row) per round. The larger the spectral gap, the faster an update of one learner reaches all."
+)
+GAP_HINT = (
+    "A run is the gradients of a learner in a row without an exchange; its length is 0 where an exchange follows every "
+    "gradient. Lengths below steps_per_exchange are normal. A long tail means that a learner trains alone for some time: its "
+    "partners or its connections to them are too slow. Compare it with the consensus distance."
 )
 MAX_LINES = 700
 """A graph with more than MAX_LINES pairs is drawn as a disc."""
@@ -122,7 +129,7 @@ def square(x: float, y: float, side: float, weight: float, largest: float, title
 
 
 def section(runs: Sequence[RunView]) -> str:
-    """Return a ring and a matrix for every distinct topology of the runs."""
+    """Return a ring and a matrix for every distinct topology of the runs, and the gradients without an exchange."""
     groups: dict[str, list[RunView]] = {}
     for run in runs:
         mixing = run.start.get("mixing")
@@ -136,7 +143,32 @@ def section(runs: Sequence[RunView]) -> str:
         content = f'<div class="ringed">{"".join(f"<div>{column}</div>" for column in columns)}</div>'
         hint = HINT if len(parts) == len(groups) - 1 else ""
         parts.append(card(content, hint, heading, "mixing"))
-    return "".join(parts)
+    return "".join([*parts, gaps(runs)])
+
+
+def gaps(runs: Sequence[RunView]) -> str:
+    """Return how often learners exchange weights: runs of gradients without an exchange by length. "" without gossip."""
+    bars, rows = [], []
+    for n, run in enumerate(runs):
+        lengths, ratio = series.gap_lengths(run), series.exchanges_per_gradient(run)
+        if lengths and ratio is not None:
+            bars.append((run.name, color(n), series.percentages(lengths)))
+            rows.append([escape(run.name), number(ratio, 3), number(max(lengths)), number(quantile(lengths, 0.99))])
+    if not bars:
+        return ""
+    if len(runs) == 1:
+        names = [
+            "exchanges per gradient",
+            "longest run of gradients without an exchange",
+            "99 % of the runs are at most this long",
+        ]
+        numbers = table([], [list(row) for row in zip(names, rows[0][1:], strict=True)])
+    else:
+        numbers = table(["run", "exchanges per gradient", "longest run", "99 % of runs at most"], rows, stacks=True)
+    axes = ("length of a run (8+: from 8 to 15, and so on)", "% of runs")
+    chart = bar_chart(bars, "runs of gradients without an exchange by length", *axes)
+    content = f'<div class="pair uneven"><div>{chart}</div><div>{numbers}</div></div>'
+    return card(legend(runs) + content, GAP_HINT, "Gradients without an exchange", "exchange-gaps")
 
 
 def in_words(mixing: Mapping[str, Any]) -> str:

@@ -10,12 +10,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from roundelay.errors import UsageError
+from roundelay.errors import UsageError, reading
 from roundelay.report import learning, mixing, provenance, time_split, wer
 from roundelay.report.html import card, flattened, table
 from roundelay.report.run_reader import RunView, WerResult, read_run
 from roundelay.report.svg import duration, number
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+"""The page loads nothing and runs no script, whatever the names in its run say."""
 INCIDENTAL_SETTINGS = {
     "run", "resume", "progress", "bind_address", "store_port", "tensorboard", "keep_checkpoints", "log_every_s", "timeout_s",
     "task_options.seed",
@@ -36,13 +38,16 @@ def write_report(runs: Sequence[str | Path], out: str | Path, extra: Mapping[Pat
         read_run(path, name, words.get(path.resolve())) for path, name in zip(paths, names_of(paths), strict=True)
     ]  # fmt: skip
     out = Path(out)
+    with reading("the run", ", ".join(map(str, paths)), "check the files of the run directory"):
+        text = page(views)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_name(f".{out.name}.{os.getpid()}")
-        partial.write_text(page(views), encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="replace")
         partial.replace(out)
-    except OSError as error:
-        raise UsageError(f"writing the page failed: {error.strerror}", where=str(out), hint="choose another --out") from error
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise UsageError(f"writing the page failed: {cause}", where=str(out), hint="choose another --out") from error
     return out
 
 
@@ -78,6 +83,7 @@ def page(runs: Sequence[RunView]) -> str:
     today = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
         f"<title>{escape(title)} · Roundelay</title><style>\n{style}</style></head>\n<body>"

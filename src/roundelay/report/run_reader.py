@@ -6,6 +6,7 @@ Missing or truncated files are tolerated. Only a directory without any run is an
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from roundelay.errors import UsageError
+from roundelay.errors import UsageError, reading
 from roundelay.metrics.events import read_events
 from roundelay.metrics.run_files import COMMAND, CONFIG, EVENTS, NETWORK, RESULT, STAMPS, training_dir
 
@@ -62,7 +63,7 @@ class RunView:
     def learners(self) -> int:
         if self.start.get("learners"):
             return int(self.start["learners"])
-        return max([*self.steps, *self.summaries, *self.lost, int(self.settings.get("learners", 1)) - 1]) + 1
+        return max([*self.steps, *self.summaries, *self.lost, _learners_of(self.settings) - 1]) + 1
 
     @cached_property
     def seconds(self) -> float | None:
@@ -121,12 +122,99 @@ def read_run(path: str | Path, name: str = "", words: WerResult | None = None) -
             where="RUN",
             hint=f"name a directory inside it: {', '.join(inside)}" if inside else "name a directory such as runs/spoken",
         )
-    words = words or WerResult(result.get("systems") or [], result.get("paired") or [])
+    words = words or WerResult(
+        valid_rows(result.get("systems"), ("wer", "low", "high")), valid_rows(result.get("paired"), PAIRED_NUMBERS)
+    )
     settings, command = _toml((training or path) / CONFIG), _json(path / COMMAND)
     run = RunView(name or path.resolve().name, path, training, settings, words, _stages(path), command)
     if training is not None:
-        _sort(run, list(read_events(training / EVENTS)))
+        with reading("the events", training / EVENTS):
+            _sort(run, [event for raw in read_events(training / EVENTS) if (event := valid_event(raw)) is not None])
     return run
+
+
+# -- validation ------------------------------------------------------------------------------------------------------------
+
+LARGEST = 1e100
+"""Numbers beyond this are not shown: sums and squares of them would overflow."""
+MAX_LEARNERS = 100_000
+PAIRED_NUMBERS = ("difference", "low", "high")
+NUMBERS = {
+    "time", "first", "total", "samples", "parameters", "step", "steps", "samples_per_s", "loss", "lr", "position", "loader_s",
+    "elapsed_s", "cpu_s", "exchanges", "bytes", "pair_distance", "exchange_s", "spread", "effective_rate", "waited_s",
+    "exchanges_per_gradient", "longest_gap", "gap_p99",
+}  # fmt: skip
+RANKS = {"rank", "lost", "learners"}
+MAPPINGS = {"metrics", "staleness", "exchange_gaps", "environment", "mixing"}
+LISTS = {"hosts", "batches", "waiting_for"}
+
+
+def is_number(x: object) -> bool:
+    """Return whether x is a number that a report can compute with: not a bool, not beyond LARGEST; NaN is allowed."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and not abs(x) > LARGEST
+
+
+def valid_event(event: Event) -> Event | None:
+    """Return the event without the fields whose type or value is wrong. None without a kind and a time."""
+    kept: Event = {}
+    for key, value in event.items():
+        if key in RANKS:
+            fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_LEARNERS
+        elif key in NUMBERS:
+            fits = value is None or (is_number(value) and (key in ("loss", "lr") or math.isfinite(value)))
+        elif key in MAPPINGS:
+            fits = isinstance(value, dict)
+        elif key in LISTS:
+            fits = isinstance(value, list)
+        elif key == "seconds":
+            fits = isinstance(value, dict) or is_number(value)
+        else:
+            fits = True
+        if fits:
+            kept[key] = value
+    for key in ("metrics", "seconds"):
+        if isinstance(kept.get(key), dict):
+            kept[key] = {name: x for name, x in kept[key].items() if x is None or is_number(x)}
+    for key in ("staleness", "exchange_gaps"):
+        if key in kept:
+            counts = kept[key].items()
+            kept[key] = {
+                k: v for k, v in counts if k.isdecimal() and len(k) < 10 and is_number(v) and math.isfinite(v) and v >= 0
+            }
+    if "batches" in kept:
+        kept["batches"] = [x for x in kept["batches"] if is_number(x)]
+    if "mixing" in kept and not valid_mixing(kept["mixing"]):
+        del kept["mixing"]
+    return kept if isinstance(kept.get("event"), str) and kept.get("time") is not None else None
+
+
+def valid_mixing(mixing: dict[str, Any]) -> bool:
+    """Return whether the description of the averaging has the types and indices that run_metadata writes."""
+    nodes, weights, machines = mixing.get("nodes") or [], mixing.get("weights") or [], mixing.get("machines") or []
+    if not all(isinstance(rows, list) for rows in (nodes, weights, machines)) or not all(isinstance(m, list) for m in machines):
+        return False
+    numbers = [mixing.get(key) or 0 for key in ("every_pair", "gap", "rounds_to_1_percent", "period")]
+    ranks = [*nodes, *(rank for machine in machines for rank in machine)]
+    return (
+        all(is_number(x) and math.isfinite(x) for x in numbers)
+        and all(isinstance(rank, int) for rank in ranks)
+        and all(isinstance(row, list) and len(row) == 3 and all(is_number(x) for x in row) for row in weights)
+        and all(0 <= i < len(nodes) and 0 <= j < len(nodes) and math.isfinite(w) for i, j, w in weights)
+    )
+
+
+def valid_rows(rows: object, numbers: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of result.json whose named fields are finite numbers. Other fields are numbers, text or dropped."""
+    if not isinstance(rows, list):
+        return []
+    kept = []
+    for row in rows:
+        if isinstance(row, dict) and all(is_number(row.get(k)) and math.isfinite(row[k]) for k in numbers):
+            text = {"name": "", "set": "", "from": "", "to": ""}
+            kept.append(
+                {**{k: str(row.get(k, "")) for k in text}, **{k: v for k, v in row.items() if k not in text and is_number(v)}}
+            )
+    return kept
 
 
 def _sort(run: RunView, events: Sequence[Event]) -> None:
@@ -162,8 +250,11 @@ def _parts(events: list[Event]) -> list[tuple[list[Event], float]]:
     """Return the events from one start to the next, each part with an offset to subtract from its times.
 
     Events of a stopped run after the checkpoint from which it was resumed are dropped, because the resumed run repeats them.
+    Events before the start of a new run belong to it: another rank may write its first events before rank 0 writes the start.
     """
     cuts = [i for i, e in enumerate(events) if e.get("event") == "start"]
+    if cuts and not events[cuts[0]].get("first"):
+        cuts = cuts[1:]
     bounds = [0, *[c for c in cuts if c > 0], len(events)]
     parts: list[tuple[list[Event], float]] = []
     done = 0.0
@@ -186,17 +277,22 @@ def _before(event: Event, first: int) -> bool:
     return event.get("event") not in ("steps", "evaluation", "checkpoint") or int(event.get("position") or 0) <= first
 
 
+def _learners_of(settings: dict[str, Any]) -> int:
+    learners = settings.get("learners", 1)
+    return learners if isinstance(learners, int) and 0 < learners < MAX_LEARNERS else 1
+
+
 def _stages(path: Path) -> dict[str, float]:
     """Return the seconds of a recipe's stages, in the order in which they were done."""
     stamps = sorted((path / STAMPS).glob("*.json"), key=lambda p: p.stat().st_mtime)
     seconds = {stamp.stem: _json(stamp).get("seconds") for stamp in stamps}
-    return {name: float(s) for name, s in seconds.items() if isinstance(s, int | float)}
+    return {name: float(s) for name, s in seconds.items() if is_number(s) and math.isfinite(s)}  # type: ignore[arg-type]
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -204,5 +300,5 @@ def _json(path: Path) -> dict[str, Any]:
 def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from roundelay.metrics.gaps import run_lengths
 from roundelay.report.run_reader import Event, RunView
 from roundelay.report.svg import Points
 
 BINS = 120
 KINDS = ("compute", "data", "update", "comm", "save", "eval")
 """Kinds of time in the events; the rest is `other`."""
-STALENESS_TAIL = ((8, 15), (16, 31), (32, 63), (64, 127))
+TAIL = ((8, 15), (16, 31), (32, 63), (64, 127))
 
 
 def train_loss(run: RunView, against: str) -> Points:
@@ -80,11 +81,35 @@ def staleness(run: RunView) -> list[tuple[str, float]]:
     counts: Counter[int] = Counter()
     for e in steps(run):
         counts.update({int(k): int(v) for k, v in (e.get("staleness") or {}).items()})
+    return percentages(counts)
+
+
+def gap_lengths(run: RunView) -> Counter[int]:
+    """Return the number of runs of gradients without an exchange by their length, over all learners; empty without gossip."""
+    lengths: Counter[int] = Counter()
+    for events in run.steps.values():
+        gaps: Counter[int] = Counter()
+        for e in events:
+            for gap, count in (e.get("exchange_gaps") or {}).items():
+                gaps[int(gap)] += int(count)
+        lengths.update(run_lengths(gaps))
+    return lengths
+
+
+def exchanges_per_gradient(run: RunView) -> float | None:
+    """Return exchanges divided by gradients, over the learners that exchange in the background; None without gossip."""
+    mixing = [e for events in run.steps.values() if any(e.get("exchange_gaps") for e in events) for e in events]
+    gradients = sum(int(count) for e in mixing for count in (e.get("exchange_gaps") or {}).values())
+    return sum(max(e.get("exchanges") or 0, 0) for e in mixing) / gradients if gradients else None
+
+
+def percentages(counts: Counter[int]) -> list[tuple[str, float]]:
+    """Return (value, percentage of the counts) for bars. Values of 8 and more are grouped."""
     total = sum(counts.values())
     if not total:
         return []
     rows = [(str(k), counts[k]) for k in range(8)]
-    rows += [(f"{a}+", sum(v for k, v in counts.items() if a <= k <= b)) for a, b in STALENESS_TAIL]
+    rows += [(f"{a}+", sum(v for k, v in counts.items() if a <= k <= b)) for a, b in TAIL]
     rows.append(("128+", sum(v for k, v in counts.items() if k >= 128)))
     while len(rows) > 4 and not rows[-1][1]:
         rows.pop()

@@ -224,15 +224,14 @@ def exchange_seconds(context: DistributedContext, parameters: int, repeats: int 
         while (done := done + gossip.pop_metrics()["exchanges"]) < count:
             time.sleep(POLL_S)
 
-    wait_for(1)  # every gossip opens with one exchange
     times = []
     for repeat in range(repeats + 1):
         comm.all_reduce_mean(barrier).wait()
         began = time.perf_counter()
-        if context.rank == 0:
-            for _ in range(BURST):
+        for number in range(BURST):  # one after the other: a rank makes up for at most two exchanges
+            if context.rank == 0:
                 gossip.notify_step()
-        wait_for(1 + BURST * (repeat + 1))
+            wait_for(BURST * repeat + number + 1)
         times.append((time.perf_counter() - began) / BURST)
         comm.all_reduce_mean(barrier).wait()
     gossip.finish()

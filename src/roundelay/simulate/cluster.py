@@ -7,8 +7,9 @@ zero and a missing limit is infinite.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from roundelay.core.settings import setting
 from roundelay.errors import UsageError, did_you_mean
 
 FOREVER = math.inf
+LARGEST = 1e12
+"""Finite numbers of a cluster are 0 or between 1 / LARGEST and LARGEST, so that no time overflows."""
+MAX_LEARNERS = 1 << 17
 PRESET_FOLDER = Path(__file__).with_name("clusters")
 
 
@@ -216,10 +220,33 @@ def _checked(tree: Mapping[str, Any], where: str, origins: Mapping[str, str]) ->
     return cluster
 
 
+def _finite_numbers(tree: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the dotted key and the value of every finite float of nested dicts and lists."""
+    if isinstance(tree, float) and math.isfinite(tree):
+        yield key, tree
+    elif isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from _finite_numbers(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _finite_numbers(value, key)
+
+
 def check(cluster: Cluster, where: str = "cluster") -> None:
     """Raise a UsageError if settings contradict each other. Single values are checked when they are loaded."""
     if not cluster.machines:
         raise UsageError("[[machines]] must not be empty", where=where, hint="add [[machines]] with count and learners")
+    if cluster.learners > MAX_LEARNERS:
+        raise UsageError(
+            f"a cluster must have at most {MAX_LEARNERS} learners (got {Decimal(cluster.learners):.3g})",
+            where=where,
+            hint="lower count or learners",
+        )
+    for key, value in _finite_numbers(asdict(cluster)):
+        if value and not 1 / LARGEST <= abs(value) <= LARGEST:
+            raise UsageError(
+                f"{key} must be 0 or from {1 / LARGEST:g} to {LARGEST:g} (got {value:.3g})", where=where, hint="check the unit"
+            )
     jitter = cluster.learner.jitter
     if jitter.kind == "heavy_tail" and jitter.tail <= 1:
         raise UsageError(

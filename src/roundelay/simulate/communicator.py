@@ -357,7 +357,7 @@ class SimulatedCommunicator(BaseCommunicator):
             hint="remove record_order, and repeat the run with the same seed",
         )
 
-    def new_group(self, ranks: Sequence[int], name: str) -> SimulatedCommunicator | None:
+    def new_group(self, ranks: Sequence[int], name: str, timeout_s: float | None = None) -> SimulatedCommunicator | None:
         if self.rank not in ranks:
             return None
         return SimulatedCommunicator(self.job, *self._subgroup(ranks, name))

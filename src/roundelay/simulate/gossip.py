@@ -1,9 +1,7 @@
-"""Background exchanges in virtual time, by the rules of comm/gossip/thread.py.
+"""Background exchanges in virtual time: drives `comm/gossip/protocol.py`, the protocol of real runs.
 
-A peer takes part in the rounds in order, with at most one open exchange. It enters its next round when its learner has taken
-as many steps as it has completed exchanges, or when its partner of that round or of a later one already waits. Between
-machines, each side takes a snapshot when it enters; the snapshots are sent when both sides have entered, and each side adds
-half their difference on arrival. Inside a machine both vectors are averaged in place.
+Between machines, the header of a snapshot arrives after the latency of the link and its data after the transfer, so the answer
+of the partner crosses the snapshot on a full-duplex link. Inside a machine both vectors are averaged in place.
 """
 
 from __future__ import annotations
@@ -14,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from roundelay.comm.gossip.thread import DISTANCE_SAMPLE, MAX_OWED
+from roundelay.comm.gossip.pair_average import relative_distance
+from roundelay.comm.gossip.protocol import Action, ApplyHalfDifference, Average, GossipProtocol, Receive, SendSnapshot
 from roundelay.core import kernels
 from roundelay.core.contracts import Matching
 from roundelay.simulate.job import SimulatedJob
@@ -56,40 +55,23 @@ class SimulatedSharedWeights:
 class SimulatedPeer:
     """The gossip state of one learner."""
 
-    __slots__ = (
-        "bytes",
-        "current_round",
-        "drained",
-        "exchanges",
-        "forgiven",
-        "metrics",
-        "next_round",
-        "opened_at",
-        "partner",
-        "rank",
-        "reported",
-        "requested_round",
-        "shared_weights",
-        "snapshot",
-        "steps",
-        "steps_per_exchange",
-    )
+    __slots__ = ("arrived", "awaited", "bytes", "metrics", "opened_at", "protocol", "reported", "shared_weights", "snapshots")
 
-    def __init__(self, rank: int, shared_weights: SimulatedSharedWeights, steps_per_exchange: float) -> None:
-        self.rank, self.shared_weights, self.steps_per_exchange = rank, shared_weights, steps_per_exchange
-        self.next_round = 0
-        """The open round, or the one to enter next."""
-        self.current_round = self.requested_round = -1
-        """The last round this peer entered, and the last round a partner asked for."""
-        self.partner: int | None = None
-        """The partner of the open exchange."""
-        self.opened_at = 0.0
-        self.steps = self.exchanges = self.forgiven = 0
-        self.snapshot: Tensor | None = None
-        self.drained = False
+    def __init__(self, protocol: GossipProtocol, shared_weights: SimulatedSharedWeights) -> None:
+        self.protocol, self.shared_weights = protocol, shared_weights
+        self.snapshots: dict[int, Tensor] = {}
+        """Partner -> own snapshot of the open exchange."""
+        self.arrived: dict[int, Tensor] = {}
+        """Partner -> its snapshot, which has arrived."""
+        self.awaited: set[int] = set()
+        self.opened_at: dict[int, float] = {}
         self.bytes = 0.0
         self.metrics = {"exchanges": 0.0, "exchange_s": 0.0, "distance": 0.0, "skipped": 0.0}
         self.reported = dict(self.metrics)
+
+    @property
+    def rank(self) -> int:
+        return self.protocol.rank
 
 
 class SimulatedGossip:
@@ -99,156 +81,152 @@ class SimulatedGossip:
         self.job, self.ranks, self.size = job, list(ranks), len(ranks)
         self.peers: dict[int, SimulatedPeer] = {}
         self.failed: set[int] = set()
-        self.initiating = True
-        self.last_round: int | None = None
-        """The round to which all peers drain before they leave."""
         self.finished: set[int] = set()
+        self.draining = False
         self._waiting: list[Any] = []
-        self._matching = matching
-        self._partners: dict[int, Sequence[int]] = {}
+        self._matching = CachedMatching(matching, self.size)
         job.on_failure(self._on_failure)
 
     def join(self, rank: int, shared_weights: SimulatedSharedWeights, steps_per_exchange: float) -> SimulatedGossipHandle:
         """Add a learner and return its handle."""
-        peer = self.peers[rank] = SimulatedPeer(rank, shared_weights, steps_per_exchange)
-        self.advance(peer)
+        machine = self.job.network.machine
+        local = [r for r in range(self.size) if machine[self.ranks[r]] == machine[self.ranks[rank]]]
+        protocol = GossipProtocol(rank, self.size, self._matching, steps_per_exchange, local)
+        peer = self.peers[rank] = SimulatedPeer(protocol, shared_weights)
+        now = self.job.loop.now
+        for other in sorted(protocol.edges):
+            if other in self.peers:
+                self._perform(peer, protocol.connected(other, 0, now))
+                self._perform(self.peers[other], self.peers[other].protocol.connected(rank, 0, now))
+        for failed in self.failed:
+            protocol.fail(failed, now)
         return SimulatedGossipHandle(self, peer)
 
-    def partners(self, round: int) -> Sequence[int]:
-        """Return the partner of every member in a round. Matchings are computed once and shared by all peers."""
-        partners = self._partners.get(round)
-        if partners is None:
-            partners = self._partners[round] = self._matching(round)
-            if len(self._partners) > 4 * self.size + 64:
-                oldest = min(peer.next_round for peer in self.peers.values())
-                self._partners = {r: p for r, p in self._partners.items() if r >= oldest}
-        return partners
+    # -- actions -------------------------------------------------------------------------------------------------------
 
-    # -- rounds --------------------------------------------------------------------------------------------------------
+    def step(self, peer: SimulatedPeer) -> None:
+        """Count one step of a learner; this may make an exchange due."""
+        self._perform(peer, peer.protocol.step(self.job.loop.now))
 
-    def advance(self, peer: SimulatedPeer) -> None:
-        """Make all moves that are possible now, beginning with those of `peer`."""
-        pending = [peer]
-        while pending:
-            requested = self._advance(pending.pop())
-            if requested is not None:
-                pending.append(requested)
+    def _perform(self, peer: SimulatedPeer, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Average):
+                self._start_average(peer, action)
+            elif isinstance(action, SendSnapshot):
+                self._send(peer, action)
+            elif isinstance(action, Receive):
+                peer.awaited.add(action.peer)
+                self._deliver(peer, action.peer, action.number)
+            elif isinstance(action, ApplyHalfDifference):
+                self._apply(peer, action)
+            else:
+                peer.snapshots.pop(action.peer, None)
+        if self.draining:
+            self._check_drained()
 
-    def _advance(self, peer: SimulatedPeer) -> SimulatedPeer | None:
-        """Make the moves of one peer; return the partner of which it requests an exchange, if any."""
-        while peer.partner is None and not peer.drained:
-            if self.last_round is not None and peer.next_round > self.last_round:
-                peer.drained = True
-                self._check_drained()
-                return None
-            if self.last_round is None and len(self.failed) + 1 >= self.size:
-                return None
-            partner = self.partners(peer.next_round)[peer.rank]
-            if partner == peer.rank or partner in self.failed:
-                peer.metrics["skipped"] += partner != peer.rank
-                peer.next_round += 1
-                continue
-            if self.last_round is None and not self._may_enter(peer):
-                return None
-            return self._enter(peer, partner)
-        return None
+    def _start_average(self, peer: SimulatedPeer, action: Average) -> None:
+        job, partner = self.job, action.peer
+        source, now = self.ranks[peer.rank], job.loop.now
+        end = job.network.exchange_in_place(source, job.bytes_of(peer.shared_weights.vector), now)
+        contention = job.cluster.memory.contention
+        if contention:
+            for rank in (source, self.ranks[partner]):
+                job.delay_s[rank] += contention * (end - now)
+        job.loop.at(end, lambda: self._average(peer, action, now))
 
-    def _may_enter(self, peer: SimulatedPeer) -> bool:
-        if self.initiating:
-            owed = peer.steps / peer.steps_per_exchange - peer.exchanges - peer.forgiven
-            if owed > MAX_OWED:
-                peer.forgiven += int(owed - MAX_OWED)
-            if owed >= 0:
-                return True
-        return peer.requested_round >= peer.next_round
+    def _average(self, peer: SimulatedPeer, action: Average, began: float) -> None:
+        if peer.rank in self.failed:
+            return
+        partner = action.peer
+        now, other = self.job.loop.now, self.peers.get(partner)
+        if peer.protocol.rounds > action.round:
+            self._perform(peer, peer.protocol.overtaken(partner, now))
+            return
+        if other is None or partner in self.failed:
+            self._perform(peer, peer.protocol.busy(partner, now))
+            return
+        self._add_distance(peer, peer.shared_weights.vector, other.shared_weights.vector)
+        kernels.pair_average(peer.shared_weights.vector, other.shared_weights.vector)
+        rounds = max(peer.protocol.rounds, other.protocol.rounds) + 1
+        for side in (peer, other):
+            side.shared_weights.count(writes=1)
+        peer.metrics["exchange_s"] += now - began
+        other.protocol.averaged_by_peer(1, rounds)
+        self._perform(peer, peer.protocol.averaged(partner, rounds, now))
 
-    def _enter(self, peer: SimulatedPeer, partner: int) -> SimulatedPeer | None:
-        job = self.job
-        now, round = job.loop.now, peer.next_round
-        peer.current_round, peer.partner, peer.opened_at = round, partner, now
-        source, target = self.ranks[peer.rank], self.ranks[partner]
-        network = job.network
-        in_place = network.machine[source] == network.machine[target]
-        if not in_place:
-            peer.shared_weights.count()
-            peer.snapshot = peer.shared_weights.vector.clone()
-        other = self.peers.get(partner)
-        if other is None or other.partner != peer.rank or other.next_round != round:
-            if other is not None:
-                other.requested_round = max(other.requested_round, round)
-            return other
-        size = job.bytes_of(peer.shared_weights.vector)
-        if in_place:
-            end = network.exchange_in_place(source, size, now)
-            contention = job.cluster.memory.contention
-            if contention:
-                for rank in (source, target):
-                    job.delay_s[rank] += contention * (end - now)
-        else:
-            end = max(network.transfer(source, target, size, now), network.transfer(target, source, size, now))
-            peer.bytes += size
-            other.bytes += size
-            cost = network.cpu_seconds(source, target, size)
-            job.delay_s[source] += cost
-            job.delay_s[target] += cost
-        job.loop.at(end, lambda: self._complete(peer, other, round, in_place))
-        return None
+    def _send(self, peer: SimulatedPeer, action: SendSnapshot) -> None:
+        job, network, now = self.job, self.job.network, self.job.loop.now
+        source, target, size = self.ranks[peer.rank], self.ranks[action.peer], job.bytes_of(peer.shared_weights.vector)
+        peer.shared_weights.count()
+        snapshot = peer.snapshots[action.peer] = peer.shared_weights.vector.clone()
+        peer.opened_at[action.peer] = now
+        peer.bytes += size
+        for rank in (source, target):
+            job.delay_s[rank] += network.cpu_seconds(source, target, size) / 2
+        other = self.peers[action.peer]
 
-    def _complete(self, a: SimulatedPeer, b: SimulatedPeer, round: int, in_place: bool) -> None:
-        if a.partner != b.rank or b.partner != a.rank or a.next_round != round or b.next_round != round:
-            return  # one of them failed meanwhile
-        if in_place:
-            self._add_distance(a, a.shared_weights.vector, b.shared_weights.vector)
-            kernels.pair_average(a.shared_weights.vector, b.shared_weights.vector)
-        else:
-            assert a.snapshot is not None
-            assert b.snapshot is not None
-            self._add_distance(a, a.snapshot, b.snapshot)
-            self._add_distance(b, b.snapshot, a.snapshot)
-            kernels.add_half_difference(a.shared_weights.vector, b.snapshot, a.snapshot)
-            kernels.add_half_difference(b.shared_weights.vector, a.snapshot, b.snapshot)
-        for peer in (a, b):
-            peer.shared_weights.count(writes=1)
-            peer.metrics["exchanges"] += 1
-            peer.metrics["exchange_s"] += self.job.loop.now - peer.opened_at
-            peer.exchanges += 1
-            peer.partner = None
-            peer.next_round += 1
-        self.advance(a)
-        self.advance(b)
+        def header() -> None:
+            if not self.failed & {peer.rank, other.rank}:
+                self._perform(other, other.protocol.announced(peer.rank, action.number, job.loop.now))
+
+        def data() -> None:
+            if not self.failed & {peer.rank, other.rank}:
+                other.arrived[peer.rank] = snapshot
+                self._deliver(other, peer.rank, action.number)
+
+        job.loop.at(network.transfer(source, target, 0.0, now), header)
+        job.loop.at(network.transfer(source, target, size, now), data)
+
+    def _deliver(self, peer: SimulatedPeer, partner: int, number: int) -> None:
+        if partner in peer.awaited and partner in peer.arrived:
+            peer.awaited.discard(partner)
+            self._perform(peer, peer.protocol.received(partner, number, self.job.loop.now))
+
+    def _apply(self, peer: SimulatedPeer, action: ApplyHalfDifference) -> None:
+        own, received, other = peer.snapshots[action.peer], peer.arrived.pop(action.peer), self.peers[action.peer]
+        self._add_distance(peer, own, received)
+        kernels.add_half_difference(peer.shared_weights.vector, received, own)
+        peer.shared_weights.count(writes=1)
+        now = self.job.loop.now
+        peer.metrics["exchange_s"] += now - peer.opened_at.pop(action.peer)
+
+        def acknowledge() -> None:
+            if not self.failed & {peer.rank, other.rank}:
+                self._perform(other, other.protocol.acknowledged(peer.rank, action.number, self.job.loop.now))
+
+        arrival = self.job.network.transfer(self.ranks[peer.rank], self.ranks[other.rank], 0.0, now)
+        self.job.loop.at(arrival, acknowledge)
 
     def _add_distance(self, peer: SimulatedPeer, a: Tensor, b: Tensor) -> None:
         """Add |a - b| / |a|, estimated from a sample, to the metrics. Does nothing in timing-only mode."""
         if a.numel() > 1:
-            stride = max(1, a.numel() // DISTANCE_SAMPLE)
-            x, y = a[::stride], b[::stride]
-            peer.metrics["distance"] += float((x - y).norm() / (x.norm() + 1e-12))
+            peer.metrics["distance"] += relative_distance(a, b)
 
     # -- draining ------------------------------------------------------------------------------------------------------
 
-    def finish(self, peer: SimulatedPeer) -> None:
-        """Wait until all live learners have finished and all peers have drained to the highest entered round."""
+    def finish(self, peer: SimulatedPeer) -> int:
+        """Wait until all live learners have finished and all exchanges are complete; return the highest round."""
         self.finished.add(peer.rank)
         self._waiting.append(self.job.loop.current)
         self._check_drained()
-        if not self._all_drained:
+        if not self._drained:
             self.job.wait(self.ranks[peer.rank], "comm", self._waits_for)
+        return max(p.protocol.rounds for p in self.peers.values())
+
+    def _live(self) -> list[int]:
+        return [r for r in range(self.size) if r not in self.failed]
 
     @property
-    def _all_drained(self) -> bool:
-        return self.last_round is not None and all(p.drained for r, p in self.peers.items() if r not in self.failed)
+    def _drained(self) -> bool:
+        return self.draining and not any(self.peers[r].protocol.open_edges for r in self._live())
 
     def _check_drained(self) -> None:
-        live = [r for r in range(self.size) if r not in self.failed]
-        if self.last_round is None:
-            if not live or any(r not in self.finished for r in live):
-                return
-            self.initiating = False
-            self.last_round = max(self.peers[r].current_round for r in live)
+        live = self._live()
+        if not self.draining and live and all(r in self.finished for r in live):
+            self.draining = True
             for r in live:
-                self.advance(self.peers[r])
-            return
-        if self._all_drained:
+                self.peers[r].protocol.stop_initiating()
+        if self._drained:
             loop = self.job.loop
             for process in self._waiting:
                 if process is not loop.current:
@@ -256,33 +234,43 @@ class SimulatedGossip:
             self._waiting.clear()
 
     def _waits_for(self) -> str:
-        if self.last_round is None:
-            busy = [str(self.ranks[r]) for r in range(self.size) if r not in self.failed and r not in self.finished]
+        if not self.draining:
+            busy = [str(self.ranks[r]) for r in self._live() if r not in self.finished]
             return f"rank {', '.join(busy)} to finish"
-        late = [
-            f"rank {self.ranks[r]} in round {peer.next_round}"
-            for r, peer in self.peers.items()
-            if not peer.drained and r not in self.failed
-        ]
-        return f"{', '.join(late)} to drain to round {self.last_round}"
+        late = [f"rank {self.ranks[r]}" for r in self._live() if self.peers[r].protocol.open_edges]
+        return f"the exchanges of {', '.join(late)}"
 
     def _on_failure(self, rank: int, reason: str) -> None:
         if rank not in self.ranks:
             return
         member = self.ranks.index(rank)
         self.failed.add(member)
-        for peer in list(self.peers.values()):
-            if peer.partner == member:
-                peer.metrics["skipped"] += 1
-                peer.partner = None
-                peer.next_round += 1
-        self._check_drained()
         for r, peer in list(self.peers.items()):
             if r not in self.failed:
-                self.advance(peer)
+                peer.awaited.discard(member)
+                peer.arrived.pop(member, None)
+                self._perform(peer, peer.protocol.fail(member, self.job.loop.now))
+        self._check_drained()
 
     def bytes_sent(self, rank: int) -> float:
         return self.peers[rank].bytes if rank in self.peers else 0.0
+
+
+class CachedMatching:
+    """A matching whose recent rounds are computed once and shared by all peers."""
+
+    def __init__(self, matching: Matching, size: int) -> None:
+        self._matching, self._limit = matching, 4 * size + 64
+        self._partners: dict[int, Sequence[int]] = {}
+        self.edges = matching.edges
+
+    def __call__(self, round: int) -> Sequence[int]:
+        partners = self._partners.get(round)
+        if partners is None:
+            if len(self._partners) > self._limit:
+                self._partners.clear()
+            partners = self._partners[round] = self._matching(round)
+        return partners
 
 
 class SimulatedGossipHandle:
@@ -292,21 +280,22 @@ class SimulatedGossipHandle:
         self._gossip, self._peer = gossip, peer
         self.rounds = 0
 
+    @property
+    def exchanges(self) -> int:
+        """Exchanges completed so far."""
+        return self._peer.protocol.exchanges
+
     def notify_step(self) -> None:
         """Count one step of the learner; this may make an exchange due."""
-        self._peer.steps += 1
-        if self._peer.partner is None:
-            self._gossip.advance(self._peer)
+        self._gossip.step(self._peer)
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call."""
         peer = self._peer
-        total = dict(peer.metrics)
+        total = peer.metrics | {"exchanges": float(peer.protocol.exchanges), "skipped": float(peer.protocol.skipped)}
         before, peer.reported = peer.reported, total
         return {name: total[name] - before[name] for name in total}
 
     def finish(self) -> None:
         """Drain and leave. Collective among the live learners."""
-        self._gossip.finish(self._peer)
-        assert self._gossip.last_round is not None
-        self.rounds = self._gossip.last_round + 1
+        self.rounds = self._gossip.finish(self._peer)

@@ -70,13 +70,18 @@ class NetworkModel:
     # -- point to point ----------------------------------------------------------------------------------------------
 
     def transfer(self, source: int, target: int, size: float, now: float) -> float:
-        """Send `size` bytes at `now` and return when they have arrived."""
+        """Send `size` bytes at `now` and return when they have arrived. A message of 0 bytes waits for no other message.
+
+        Flows share a link packet by packet, so a small message passes a large one.
+        """
         if self.machine[source] == self.machine[target]:
             table, per_byte, latency = self._inside, self._inside_s, self._inside_latency
             self.bytes_inside += size
         else:
             table, per_byte, latency = self._between, self._between_s, self._between_latency
             self.bytes_between += size
+        if not size:
+            return now + latency
         outgoing, incoming = table[source][0], table[target][1]
         start = max(now, outgoing.free_at, incoming.free_at)
         seconds = size * per_byte

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from roundelay.simulate.event_loop import EventLoop, SimulatedProcess
 
 
@@ -28,13 +30,33 @@ class SimulatedStore:
                 wait.over = True
                 self._loop.wake(wait.process, self._loop.now)
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str, ttl_s: float | None = None) -> None:
+        """Set a key. A time to live is ignored: in virtual time failures are injected, not detected."""
         self._values[key] = value
         if key in self._waiting:
             self._wake_waiting(key)
 
     def get(self, key: str) -> str | None:
         return self._values.get(key)
+
+    def get_many(self, keys: Sequence[str]) -> dict[str, str | None]:
+        return {key: self._values.get(key) for key in keys}
+
+    def list(self, prefix: str) -> dict[str, str]:
+        return {key: value for key, value in self._values.items() if key.startswith(prefix)}
+
+    def compare_and_set(
+        self, expected: Mapping[str, str | None], values: Mapping[str, str | None]
+    ) -> dict[str, str | None] | None:
+        current = self.get_many(list(expected))
+        if current != dict(expected):
+            return current
+        for key, value in values.items():
+            if value is None:
+                self._values.pop(key, None)
+            else:
+                self.set(key, value)
+        return None
 
     def add(self, key: str, amount: int) -> int:
         value = int(self._values.get(key, "0")) + amount

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from roundelay.errors import UsageError, did_you_mean
@@ -57,7 +57,14 @@ def build(name: str, options: dict[str, Any] | None = None, defaults: dict[str, 
                 where=f"strategy_options.{key}",
                 hint=did_you_mean(key, settings) if settings else "remove the key: this strategy has no settings",
             )
-    strategy: Strategy = cls(**{key: value for key, value in (defaults or {}).items() if key in settings} | options)
+    try:
+        strategy: Strategy = cls(**{key: value for key, value in (defaults or {}).items() if key in settings} | options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"strategy '{name}' does not accept its options: {error}",
+            where="strategy_options",
+            hint="roundelay list strategies",
+        ) from error
     return strategy
 
 
@@ -70,6 +77,8 @@ def find(name: str) -> type[Any]:
     module, _, attribute = name.partition(":")
     try:
         cls: type[Any] = getattr(importlib.import_module(module), attribute)
+        if not isinstance(cls, type) or not is_dataclass(cls) or not hasattr(cls, "traits") or not hasattr(cls, "step"):
+            raise ValueError("it is not a dataclass with traits and step")
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
             f"strategy '{name}' failed to load: {error}", where="strategy", hint="write it as importable.module:Class"

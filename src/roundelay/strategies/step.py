@@ -66,10 +66,12 @@ class StepInfo:
 
 @dataclass
 class StepTimer:
-    """Seconds per activity and staleness counts of a worker, since the metrics were last collected."""
+    """Seconds per activity, staleness counts and exchange gaps of a worker, since the metrics were last collected."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     staleness: Counter[int] = field(default_factory=Counter)
+    gaps: Counter[int] = field(default_factory=Counter)
+    """Number of steps by the gradients in a row that ended with them and had no exchange: 0 for a step after an exchange."""
 
 
 class ActivityTimer:

@@ -56,7 +56,7 @@ class Worker:
         self.phase, self.phase_since = "starting", clock()
         self._weight_gradients, self._steps_per_exchange = weight_gradients, steps_per_exchange
         self._compute: Callable[[], float] | None = None
-        self._staleness = 0
+        self._staleness = self._exchanges = self._gap = 0
         self.shared_weights: SharedWeights | None = comm.publish(flat.phi) if shares_weights else None
         self._read_version = self._phi_version = self.shared_weights.version if self.shared_weights else 0
         self._peer_version: dict[int, int] = {}
@@ -113,6 +113,10 @@ class Worker:
             self.step_timer.staleness[self._staleness] += 1
         self.k += 1
         if self.gossip_handle is not None:
+            exchanges = self.gossip_handle.exchanges
+            self._gap = self._gap + 1 if exchanges == self._exchanges else 0
+            self._exchanges = exchanges
+            self.step_timer.gaps[self._gap] += 1
             self.gossip_handle.notify_step()
 
     def close(self) -> None:

@@ -127,18 +127,18 @@ def check_zero_gradient_conserves_mean(c: CheckContext) -> None:
     weights = [r["node_size"] if c.traits.sample_weighting == "average" else 1 for r in results]
     means = [np.average(x, axis=0, weights=weights) for x in (before, after)]
     require(np.allclose(means[0], means[1], atol=2e-6), f"the mean moved by {np.abs(means[0] - means[1]).max()}")
-    name, size, rounds = c.spec.topology, len(results), results[0]["rounds"]
-    if rounds:
-        expected = before
-        for r in range(rounds):
-            expected = topology.mixing_matrix(topology.matching(name, r, size, c.spec.seed)) @ expected
-        require(np.allclose(expected, after, atol=1e-5), f"the weights differ from those after {rounds} rounds of {name}")
-        require(all(r["rounds"] == rounds for r in results), f"rounds differ by rank: {[r['rounds'] for r in results]}")
+    name, size = c.spec.topology, len(results)
+    spread = [float(np.square(x - x.mean(0)).mean()) ** 0.5 for x in (before, after)]
+    if results[0]["rounds"]:
+        require(spread[1] < 0.8 * spread[0], f"the spread shrank from {spread[0]} to {spread[1]} only")
+        # between machines two half differences may be under way, so a weight may leave the range for a moment, but not far
+        margin = 0.5 * (before.max(0) - before.min(0)) + 1e-5
+        inside = (after <= before.max(0) + margin) & (after >= before.min(0) - margin)
+        require(bool(inside.all()), "exchanges must not move weights far out of the range of the initial weights")
     elif c.traits.averaging == "neighbors":
         expected = np.linalg.matrix_power(topology.neighbor_matrix(name, size), ZERO_GRADIENT_STEPS) @ before
         require(np.allclose(expected, after, atol=1e-5), f"the weights differ from those after 8 steps of {name}")
     elif size > 1:
-        spread = [float(np.square(x - x.mean(0)).mean()) ** 0.5 for x in (before, after)]
         require(spread[1] < 1e-5 * spread[0], f"the spread shrank from {spread[0]} to {spread[1]} only")
 
 

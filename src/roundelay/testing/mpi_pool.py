@@ -124,7 +124,7 @@ def main() -> None:
     # connect after the collective store setup: the pool accepts one worker at a time, so workers must not wait for each other
     pipe = Client(os.environ["ROUNDELAY_POOL"], "AF_UNIX", authkey=os.environ["ROUNDELAY_POOL_KEY"].encode())
     pipe.send(mpi_runtime().rank)
-    run_jobs(pipe, mpi_runtime().rank, os.uname().nodename, store.tcp)
+    run_jobs(pipe, mpi_runtime().rank, os.uname().nodename, store.client)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import PeerLost
-from roundelay.fleet.store import JobStore, TCPStore, connect_store, serve_store
+from roundelay.fleet.store import JobStore, StoreClient, connect_store, serve_store
 from roundelay.launch.context import DistributedContext, create_context
 
 JobFunction = Callable[..., Any]
@@ -99,7 +99,7 @@ def _worker(pipe: Connection, rank: int, port: int, node: str) -> None:
     run_jobs(pipe, rank, node, connect_store("127.0.0.1", port, 60.0))
 
 
-def run_jobs(pipe: Connection, rank: int, node: str, server: TCPStore) -> None:
+def run_jobs(pipe: Connection, rank: int, node: str, server: StoreClient) -> None:
     """Run the jobs that arrive on the pipe, until it is closed."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"

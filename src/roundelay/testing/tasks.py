@@ -112,6 +112,11 @@ class SyntheticFrames:
     world: int = 0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("samples", "frames", "phones", "features", "hidden", "layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1 (got {getattr(self, name)})")
+
     def _frames(self, chunks: int, stream: int) -> Batch:
         generator = FrameGenerator(
             world=self.world, phones=self.phones, features=self.features, stay=self.stay, noise=self.noise, speaker=self.speaker

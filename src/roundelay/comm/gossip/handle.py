@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from roundelay.comm.gossip.thread import GossipThread
 from roundelay.core.contracts import Membership, Store
+from roundelay.fleet.membership import FAILURES
+from roundelay.fleet.vote import poll_interval
 
 POLL_S = 0.02
 
@@ -20,7 +21,7 @@ class BackgroundGossip:
         self._thread, self._membership, self._store = thread, membership, store
         self._ranks, self._rank, self._name = ranks, rank, name
         self.rounds = 0
-        """Rounds that all ranks have completed; valid after finish()."""
+        """The highest round of any rank; valid after finish()."""
 
     @property
     def exchanges(self) -> int:
@@ -34,38 +35,36 @@ class BackgroundGossip:
         return self._thread.pop_metrics()
 
     def finish(self) -> None:
-        """Collective: leave background gossip together, so that no rank stays in a half-finished round.
+        """Collective: leave background gossip together, so that no exchange stays half-finished.
 
         1. Answer exchanges until every live rank is done.
-        2. Stop initiating exchanges and publish the current round.
-        3. Complete all rounds up to the highest current round.
-        4. Wait until every live rank has done so, because closing earlier would break the last exchange of a partner.
+        2. Stop initiating exchanges, and complete those that have begun.
+        3. Wait until every live rank has done so: closing earlier would break the last exchange of a partner.
 
-        Raises the error of the gossip thread if it has failed.
+        Failed ranks are not waited for. Raises the error of the gossip thread if it has failed.
         """
         self._publish("done", 1)
         self._gather("done")
-        self._publish("round", self._thread.stop_initiating())
-        last = max(self._gather("round"))
-        self.rounds = last + 1
-        self._thread.drain_to(last)
-        self._publish("drained", 1)
-        self._gather("drained")
+        self._thread.stop_initiating()
+        self._thread.drain()
+        self._publish("drained", self._thread.rounds)
+        self.rounds = max(self._gather("drained"))
+        self._thread.let_peers_leave()
 
     def _publish(self, what: str, value: int) -> None:
         self._store.set(f"{self._name}/{what}/{self._rank}", str(value))
 
     def _gather(self, what: str) -> list[int]:
         """Block until every live rank has published `what`; return the values."""
-        values: dict[int, int] = {}
+        keys = [f"{self._name}/{what}/{member}" for member in range(len(self._ranks))]
         while True:
             self._thread.raise_if_failed()
-            failed = self._membership.failed_ranks()
-            for member in range(len(self._ranks)):
-                if member not in values and self._ranks[member] not in failed:
-                    text = self._store.get(f"{self._name}/{what}/{member}")
-                    if text is not None:
-                        values[member] = int(text)
-            if all(member in values or self._ranks[member] in failed for member in range(len(self._ranks))):
-                return list(values.values())
-            time.sleep(POLL_S)
+            values = self._store.get_many(keys)
+            missing = [member for member, key in enumerate(keys) if values[key] is None]
+            if missing:
+                failed = self._membership.failed_ranks()
+                missing = [member for member in missing if self._ranks[member] not in failed]
+            if not missing:
+                return [int(text) for text in values.values() if text is not None]
+            # one missing key suffices: with all of them each arrival would wake every rank
+            self._store.pause(max(POLL_S, poll_interval(len(keys))), keys[missing[-1]], FAILURES)

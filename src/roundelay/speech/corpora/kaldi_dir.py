@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from roundelay.errors import DataError
+from roundelay.errors import DataError, reading
 from roundelay.speech.corpora.utterance import Corpus, Sets, Utterance
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -105,9 +105,10 @@ def _source(id: str, line: _Line, folder: Path, root: Path | None, allow_pipes: 
             )
         return folder / "wav.scp", line.value[:-1].strip()
     bases = [folder, folder.resolve().parent] if root is None else [Path(root), folder, folder.resolve().parent]
-    for base in bases:
-        if (base / line.value).is_file():
-            return base / line.value, ""
+    with reading(f"the path of recording {id}", line.where, "correct the path"):
+        for base in bases:
+            if (base / line.value).is_file():
+                return base / line.value, ""
     raise DataError(
         f"no audio file {line.value} (recording {id})",
         where=line.where,
@@ -158,7 +159,7 @@ def _segment(id: str, line: _Line, recordings: dict[str, _Line]) -> tuple[str, f
         ) from None
     if recording not in recordings:
         raise DataError(f"segment {id} refers to recording {recording}, which is not in wav.scp", where=line.where)
-    if end == -1.0:
+    if end == -1.0 and 0 <= start < math.inf:
         return recording, start, None
     if not (0 <= start < end < math.inf):
         raise DataError(

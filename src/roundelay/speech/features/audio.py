@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roundelay.errors import DataError, UsageError
+from roundelay.errors import PARSE_ERRORS, DataError, UsageError
 from roundelay.speech import memory_guard
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def read_audio(utterance: Utterance, rate: int, *, resample: bool = False, longe
                     where=where,
                     hint=f"set rate to {source_rate}, or allow resampling",
                 )
-    except (soundfile.LibsndfileError, OSError) as error:
+    except (soundfile.LibsndfileError, *PARSE_ERRORS) as error:
         raise DataError(
             f"the audio cannot be read: {_reason(error)}", where=where, hint="replace the file, or remove the utterance"
         ) from None
@@ -57,6 +57,12 @@ def _segment(file: Any, utterance: Utterance, where: str, longest_s: float) -> n
             f"the audio must have 1 channel (got {file.channels})",
             where=where,
             hint="write one file per channel (sox in.wav out.wav remix 1)",
+        )
+    if not 0 <= utterance.start < float("inf") or not (utterance.end is None or 0 <= utterance.end < float("inf")):
+        raise DataError(
+            f"the times of the segment must be numbers >= 0 (got {utterance.start} s to {utterance.end} s)",
+            where=where,
+            hint="correct the times in segments",
         )
     first = round(utterance.start * rate)
     last = file.frames if utterance.end is None else round(utterance.end * rate)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from roundelay.errors import DataError, UsageError
+from roundelay.errors import PARSE_ERRORS, DataError, UsageError, reading
 from roundelay.speech import memory_guard
 from roundelay.speech.features.fbank import DELTA_WINDOW, add_deltas, context_deltas
 from roundelay.speech.features.kaldi_ark import read_matrices
@@ -115,15 +115,16 @@ class FeatureStore(UtteranceFeatures):
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             if index["format"] != FORMAT:
                 raise DataError(f"the features must have format {FORMAT} (got {index['format']})", where=str(folder), hint=hint)
-            mels, count = int(index["options"]["mels"]), len(index["utterances"])
+            _check_index(index)
+            mels, count = index["options"]["mels"], len(index["utterances"])
             frames = sum(int(row[2]) for row in index["utterances"])
             ranges = np.load(folder / RANGES, allow_pickle=False)
             data = np.memmap(folder / DATA, np.uint8, mode="r").reshape(-1, mels)
         except FileNotFoundError as error:
             raise DataError("the features are missing or incomplete", where=str(error.filename or folder), hint=hint) from None
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        except PARSE_ERRORS as error:
             raise DataError(f"the features cannot be read: {error}", where=str(folder), hint=hint) from None
-        if len(data) != frames or ranges.shape != (count, 2, mels):
+        if len(data) != frames or ranges.shape != (count, 2, mels) or ranges.dtype.kind != "f":
             raise DataError(f"the features have {len(data)} frames, their index {frames}", where=str(folder), hint=hint)
         return cls(folder, index, data, ranges)
 
@@ -170,6 +171,21 @@ class FeatureStore(UtteranceFeatures):
 
     def _missing(self, id: str) -> str:
         return f"{super()._missing(id)}: {self.skipped.get(id, 'it was not in the corpus')}"
+
+
+def _check_index(index: dict[str, Any]) -> None:
+    """Raise ValueError if a field of features.json has a wrong type."""
+    options, rows, skipped = index["options"], index["utterances"], index["skipped"]
+    numbers = [options["mels"], options["deltas"]]
+    if not isinstance(options, dict) or not all(type(n) is int and 0 <= n < 1 << 20 for n in numbers) or numbers[0] < 1:
+        raise ValueError("options hold a wrong number of features")
+    if numbers[1] > 8 or not isinstance(skipped, dict):
+        raise ValueError("deltas or skipped utterances are wrong")
+    for id, speaker, frames in rows:
+        if type(id) is not str or type(speaker) is not str or type(frames) is not int or not 0 <= frames < 1 << 40:
+            raise ValueError(f"wrong entry of utterance {id!r}")
+    if len({id for id, _, _ in rows}) != len(rows):
+        raise ValueError("an utterance occurs twice")
 
 
 class KaldiFeatures(UtteranceFeatures):
@@ -304,7 +320,8 @@ def _open_stream(part: str) -> FeatureStore | KaldiFeatures | AdaptedFeatures:
 def _read_speakers(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
-    rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    with reading("the speakers", path):
+        rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     for number, row in enumerate(rows, 1):
         if len(row) != 2:
             raise DataError(f"the line must be 'UTTERANCE SPEAKER' (got '{' '.join(row)}')", where=f"{path}, line {number}")

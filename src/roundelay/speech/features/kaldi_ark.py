@@ -10,14 +10,13 @@ import gzip
 import io
 import re
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from roundelay.errors import DataError
+from roundelay.errors import PARSE_ERRORS, DataError, reading
 
 MAX_VALUES = 1 << 31
 """A header that announces more values is corrupt."""
@@ -163,7 +162,7 @@ class Matrices(Mapping[str, np.ndarray]):
             with path.open("rb") as stream:
                 stream.seek(offset)
                 return _read_matrix(stream)
-        except (_Malformed, OSError) as error:
+        except (_Malformed, *PARSE_ERRORS) as error:
             raise DataError(f"the matrix of {id} cannot be read: {error}", where=f"{path} at byte {offset} ({where})") from None
 
     def shape(self, id: str) -> tuple[int, int]:
@@ -174,7 +173,7 @@ class Matrices(Mapping[str, np.ndarray]):
                 stream.seek(offset)
                 if stream.read(2) == b"\0B":
                     return _binary_shape(stream)[1]
-        except (_Malformed, OSError) as error:
+        except (_Malformed, *PARSE_ERRORS) as error:
             raise DataError(f"the matrix of {id} cannot be read: {error}", where=f"{path} at byte {offset} ({where})") from None
         rows, columns = self[id].shape
         return rows, columns
@@ -191,8 +190,9 @@ def _location(text: str, folder: Path, where: str) -> tuple[Path, int]:
     if text.endswith("]"):
         raise DataError("ranges of rows are not supported", where=where, hint="write the matrices out with copy-feats")
     name, _, offset = text.rpartition(":")
-    path, at = (Path(name), int(offset)) if name and offset.isdigit() else (Path(text), 0)
-    return (path if path.is_absolute() or path.exists() else folder / path), at
+    path, at = (Path(name), int(offset)) if name and offset.isdecimal() and len(offset) < 19 else (Path(text), 0)
+    with reading("the entry of the list", where):
+        return (path if path.is_absolute() or path.exists() else folder / path), at
 
 
 def read_matrices(scp: Path) -> Matrices:
@@ -255,7 +255,7 @@ def read_pdf_alignments(path: Path, transitions: np.ndarray | None = None) -> di
 def _integer_vectors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
+    except PARSE_ERRORS as error:
         raise DataError(f"cannot read the alignments: {error}", where=str(path)) from None
     at = 0
     while at < len(content):
@@ -310,7 +310,7 @@ def read_transitions(model: Path) -> np.ndarray:
     text = content.decode("utf-8", errors="replace")
     try:
         return _transition_pdfs(text)
-    except (ValueError, IndexError, KeyError) as error:
+    except PARSE_ERRORS as error:
         raise DataError(f"the transition table cannot be read: {error}", where=str(model)) from None
 
 

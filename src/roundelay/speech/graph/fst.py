@@ -15,7 +15,7 @@ from typing import Any
 import kaldifst
 import numpy as np
 
-from roundelay.errors import DataError
+from roundelay.errors import DataError, reading
 
 MAGIC = 2125659606
 UNALIGNED_VERSION = 2
@@ -86,7 +86,7 @@ def read_fst(path: str | Path) -> Any:
             start_of_file = stream.read(256)
     except OSError as error:
         raise DataError(f"the graph cannot be read: {error.strerror}", where=str(path), hint="check the path") from None
-    kind, arc, start, states, _, _ = header(start_of_file, str(path))
+    kind, arc, start, states, arcs, size = header(start_of_file, str(path))
     if kind not in ("vector", "const") or arc != "standard":
         raise DataError(
             f"the graph must be of type vector or const with standard arcs (got {kind}, {arc})",
@@ -95,12 +95,72 @@ def read_fst(path: str | Path) -> Any:
         )
     if start < 0 or states == 0:
         raise DataError("the graph is empty", where=str(path), hint="build it again")
-    if kind == "const" and path.stat().st_size < STATE.itemsize * states:
-        raise DataError("the graph file is truncated", where=str(path), hint="build it or copy it again")
-    fst = (kaldifst.StdConstFst if kind == "const" else kaldifst.StdVectorFst).read(str(path))
+    with reading("the graph", path, "build it or copy it again"):
+        _check_tables(path.read_bytes(), kind, start, states, arcs, size)
+    try:
+        fst = (kaldifst.StdConstFst if kind == "const" else kaldifst.StdVectorFst).read(str(path))
+    except (RuntimeError, MemoryError):
+        fst = None
     if fst is None:
         raise DataError("the graph cannot be read", where=str(path), hint="build it or copy it again")
     return fst
+
+
+def _check_tables(content: bytes, kind: str, start: int, states: int, arcs: int, at: int) -> None:
+    """Raise ValueError if counts, arcs or states of a file exceed it: OpenFst believes them and allocates or crashes."""
+    version, flags = struct.unpack_from("<ii", content, at - struct.calcsize("<iiQqqq"))
+    if not 0 <= start < states or flags & ~7:
+        raise ValueError("the start state is not a state, or a flag is unknown")
+    for flag in (1, 2):
+        at = _after_symbols(content, at) if flags & flag else at
+    room = len(content) - at
+    if kind == "const":
+        if version not in (1, UNALIGNED_VERSION) or arcs < 0:
+            raise ValueError("the header is damaged")
+        if STATE.itemsize * states + ARC.itemsize * arcs > room:
+            raise ValueError("the file is truncated")
+        aligned = version == 1 or bool(flags & 4)
+        first_state = -(-at // 16) * 16 if aligned else at
+        first_arc = first_state + STATE.itemsize * states
+        first_arc = -(-first_arc // 16) * 16 if aligned else first_arc
+        table = np.frombuffer(content, STATE, states, first_state)
+        arc_table = np.frombuffer(content, ARC, arcs, first_arc)
+        ends = table["first"].astype(np.int64) + table["arcs"]
+        if (ends > arcs).any() or _out_of_range(arc_table, states):
+            raise ValueError("a state refers to arcs, or an arc to a state, that the file does not have")
+        return
+    for _ in range(states):  # vector: final weight, number of arcs, arcs; state after state
+        _, count = struct.unpack_from("<fq", content, at)
+        at += 12
+        if not 0 <= count <= (len(content) - at) // ARC.itemsize:
+            raise ValueError("the file is truncated")
+        if _out_of_range(np.frombuffer(content, ARC, count, at), states):
+            raise ValueError("an arc refers to a state that the file does not have")
+        at += ARC.itemsize * count
+
+
+def _after_symbols(content: bytes, at: int) -> int:
+    """Return the position after a symbol table: magic, name, next key, count, then a text and a key for each symbol."""
+    _, length = struct.unpack_from("<ii", content, at)
+    if not 0 <= length <= len(content):
+        raise ValueError("a symbol table is damaged")
+    _, count = struct.unpack_from("<qq", content, at + 8 + length)
+    at += 24 + length
+    if not 0 <= count <= len(content):
+        raise ValueError("a symbol table is damaged")
+    for _ in range(count):
+        (length,) = struct.unpack_from("<i", content, at)
+        if not 0 <= length <= len(content) - at:
+            raise ValueError("a symbol table is damaged")
+        at += 12 + length
+    return at
+
+
+def _out_of_range(arcs: np.ndarray, states: int) -> bool:
+    next_state = arcs["nextstate"]
+    return bool(
+        (next_state < 0).any() or (next_state >= states).any() or (arcs["ilabel"] < 0).any() or (arcs["olabel"] < 0).any()
+    )
 
 
 def header(content: bytes, where: str) -> tuple[str, str, int, int, int, int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -239,8 +240,10 @@ def read_arpa(path: str | Path) -> Ngram:
         raise DataError(
             "the language model is not UTF-8", where=f"{path}, after line {reader.line}", hint="convert the file"
         ) from None
-    except EOFError:
-        raise DataError("the compressed file is truncated", where=str(path), hint="copy it again") from None
+    except (EOFError, zlib.error):
+        raise DataError("the compressed file is truncated or damaged", where=str(path), hint="copy it again") from None
+    except ValueError as error:
+        raise DataError(f"the language model cannot be read: {error}", where=str(path), hint="check the path") from None
 
 
 class _ArpaReader:
@@ -257,7 +260,7 @@ class _ArpaReader:
             if text == "\\end\\":
                 ended = True
                 break
-            if text.startswith("\\") and text.endswith("-grams:") and text[1:-7].isdigit():
+            if text.startswith("\\") and text.endswith("-grams:") and text[1:-7].isdecimal() and len(text) < 20:
                 section = int(text[1:-7])
                 if not 1 <= section <= len(announced):
                     raise self._bad(f"\\data\\ does not announce {section}-grams")
@@ -287,7 +290,12 @@ class _ArpaReader:
             if text.startswith("\\1-grams:"):
                 break
             name, _, count = text.removeprefix("ngram").partition("=")
-            if not text.startswith("ngram") or name.strip() != str(len(announced) + 1) or not count.strip().isdigit():
+            if (
+                not text.startswith("ngram")
+                or name.strip() != str(len(announced) + 1)
+                or not count.strip().isdecimal()
+                or len(count) > 18
+            ):
                 raise self._bad(f"the line must be 'ngram {len(announced) + 1}=count' (got '{text}')")
             announced.append(int(count))
         if not announced:

@@ -1,0 +1,93 @@
+"""The job's store as a torch.distributed.Store, for the rendezvous of gloo, NCCL and DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from roundelay.errors import PeerLost
+from roundelay.fleet.store import JobStore
+
+WAIT_S = 0.5
+"""Time between two calls of `check_members` during a wait."""
+
+
+def _text(value: Any) -> str:
+    """Return bytes as text, one character per byte."""
+    return value if isinstance(value, str) else bytes(value).decode("latin-1")
+
+
+class TorchStore(dist.Store):
+    """A torch store on a JobStore. Values are bytes, stored as latin-1.
+
+    Keep a reference to it for as long as torch uses it: C++ code does not keep the Python part of the object alive.
+    `check_members` is called during waits and may raise to end them.
+    """
+
+    def __init__(self, store: JobStore, timeout_s: float, check_members: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._store, self._timeout, self._check_members = store, timedelta(seconds=timeout_s), check_members
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, _text(value))
+
+    def get(self, key: str) -> bytes:
+        """Return the value; block until the key exists."""
+        value = self._store.get(key)
+        while value is None:
+            self.wait([key])
+            value = self._store.get(key)
+        return value.encode("latin-1")
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return None not in self._store.get_many(list(keys)).values()
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Block until all keys exist. Raises PeerLost after the time-out."""
+        seconds = (timeout or self._timeout).total_seconds()
+        left = seconds
+        while not self._store.wait(min(left, WAIT_S), *keys):
+            left -= WAIT_S
+            if left <= 0:
+                raise PeerLost(
+                    f"the other ranks did not set '{keys[0]}' in the store within {seconds:.0f} s",
+                    where="creation of a process group",
+                    hint="look at the logs of the other ranks; raise timeout_s if they start slowly",
+                )
+            self._check_members()
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """Set the key if it has the expected value; an empty expected value also matches a missing key. Return its value."""
+        old, new = _text(expected), _text(desired)
+        if old == "":
+            current: str | None = self._store.claim(key, new)
+            if current != "":
+                return (current or "").encode("latin-1")
+        result = self._store.compare_and_set({key: old}, {key: new})
+        current = new if result is None else result[key]
+        return (old if current is None else current).encode("latin-1")
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete(key)
+
+    def num_keys(self) -> int:
+        return len(self._store.list(""))
+
+    # the names by which C++ calls these methods
+    deleteKey, getNumKeys = delete_key, num_keys
+
+    def has_extended_api(self) -> bool:
+        return False
