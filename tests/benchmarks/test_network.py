@@ -167,7 +167,7 @@ def test_a_machine_of_two_learners_sends_one_model_per_exchange(monkeypatch: pyt
     for sent in ours_["models_per_machine_and_exchange"]:
         assert 0.9 < sent < 1.6
     for sent in flat["models_per_machine_and_exchange"]:
-        assert 0.9 < sent < 3.2  # exchanges inside a machine take the place of rounds for which the link is busy
+        assert 0.9 < sent < 5  # exchanges inside a machine take the place of rounds for which the link is busy
     assert "2x2" in hierarchy.table(report)
 
 

@@ -273,11 +273,21 @@ def create_context(
         stop_heartbeats()
         if heartbeats is not None:
             heartbeats.leave(error)
+        if isinstance(error, UsageError):
+            _let_other_ranks_read(store, size, serves=bool(keep))
         raise
     hosts = [info["host"] for info in ranks]
     return DistributedContext(
         comm, rank, size, names, hosts, device, keep or [], heartbeats=heartbeats, stop_heartbeats=stop_heartbeats
     )
+
+
+def _let_other_ranks_read(store: JobStore, size: int, serves: bool) -> None:
+    """After a vote against the start: the rank that serves the store stays until the other ranks know, at most EXIT_WAIT_S."""
+    with suppress(RoundelayError):
+        left = store.add("left", int(not serves))
+        if serves and left < size - 1:
+            wait_until(lambda: int(store.get("left") or 0) >= size - 1, EXIT_WAIT_S, poll_s=0.01)
 
 
 def _no_heartbeats() -> None: ...
