@@ -18,6 +18,7 @@ from roundelay.core.wait import store_sleep, wait_until
 from roundelay.data.device import DeviceTransfer
 from roundelay.data.loader import MAX_DEPTH
 from roundelay.data.process import ProcessBatches
+from roundelay.engine.background import BackgroundCalls
 from roundelay.engine.best import BestCheckpoint
 from roundelay.engine.checkpoint import Checkpoints, delete_partial
 from roundelay.engine.config import TrainConfig
@@ -103,7 +104,8 @@ class Trainer:
         events = context.runtime.events(run / "events.jsonl" if run is not None else None, rank)
         self.learner = Learner(context, module, make_optimizer(config, module), config, events)
         self.watch = StoreWatch(self.learner.job.store)
-        self.evaluator = Evaluator(task, self.learner, self.log.info, self.watch)
+        self.background = BackgroundCalls(self.learner.job.store)
+        self.evaluator = Evaluator(task, self.learner, self.log.info, self.watch, self.background)
         scalars = run / FOLDER if run is not None and config.tensorboard and importlib.util.find_spec("tensorboard") else None
         self.tensorboard = TensorBoardLogger(self.learner, scalars)
         self.evaluator.on_result = self.tensorboard.on_evaluation
@@ -112,7 +114,7 @@ class Trainer:
             self._check_shared(run)
             manifest = {"strategy": config.strategy, "seed": config.seed, **(metadata or {})}
             folder, keep = run / CHECKPOINT_FOLDER, config.keep_checkpoints
-            self.checkpoints = Checkpoints(folder, self.learner, keep, manifest, self.watch)
+            self.checkpoints = Checkpoints(folder, self.learner, keep, manifest, self.watch, self.background)
             best_so_far = BestCheckpoint(run / CHECKPOINT_FOLDER, self.learner, config.best_metric, config.best_goal)
             self.evaluator.on_sum = best_so_far.update
         self._stop_requested = threading.Event()
@@ -161,6 +163,7 @@ class Trainer:
                 learner.leave()  # before the save: no rank may wait for a shard of a rank that waits in a collective
             if self._stopped_early or self.checkpoints is not None:
                 self._save_last_checkpoint()
+            self.background.wait()
             learner.watchdog.raise_if_fenced()
             mean = learner.finish().clone()
             learner.watchdog.raise_if_fenced()
@@ -197,6 +200,7 @@ class Trainer:
             close_logger(self.log)
             self.tensorboard.close()
             self.watch.close()
+            self.background.close()
             learner.close()
 
     def _report_failure(self, error: Exception) -> None:
