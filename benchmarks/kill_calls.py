@@ -31,8 +31,8 @@ from benchmarks.kill_matrix import STARTUP_LIMIT_S, totals
 
 BATCH, SAMPLES, EPOCHS = 16, 240, 2.0
 WHEN = ("before", "after")
-FIRST_DEATH_AFTER = 60
-"""Store calls after which the first learner dies with `--second`: it has begun to train."""
+FIRST_DEATH_AFTER = 8
+"""Store calls between the first lease of the learner that dies first, with `--second`, and its death."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,6 +98,11 @@ def die_at(rank: int, number: int, when: str, note: Path, counts: Callable[[str,
     StoreClient.call = call  # type: ignore[method-assign]
 
 
+def concerns_a_lease(operation: str, arguments: Any, reply: Any) -> bool:
+    """Return whether a store call writes a lease: its rank has begun to train."""
+    return operation == "compare_and_set" and any("lease/" in key for key in arguments[0])
+
+
 def concerns_a_failure(operation: str, arguments: Any, reply: Any) -> bool:
     """Return whether a store call reports a failure, or its reply contains one."""
     if operation == "compare_and_set" and any("failed/" in key for key in arguments[0]):
@@ -130,7 +135,7 @@ def kill_once(rank: int, number: int, when: str, args: Any) -> dict[str, Any]:
 
     def run() -> int:
         if args.second:
-            die_at(1, FIRST_DEATH_AFTER, "after", folder / "first", lambda *_: True)
+            die_at(1, FIRST_DEATH_AFTER, "after", folder / "first", concerns_a_lease)
         die_at(rank, number, when, folder / "died", concerns_a_failure if args.second else lambda *_: True)
         return fault_runs.cli(*arguments)()
 
