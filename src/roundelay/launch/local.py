@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Protocol, TextIO
 
 import torch
 
+from roundelay.core import kernels
 from roundelay.core.files import digest
 from roundelay.core.interrupts import block_signals, discard_pending_signals, exit_code_of
 from roundelay.errors import Interrupted, PeerLost, UsageError
@@ -172,6 +173,15 @@ class ForkedProcess:
             os.kill(self.pid, sig)
 
 
+def load_shared_code() -> None:
+    """Load what every learner needs first: the machine code of the kernels, and what torch imports for its first optimizer.
+
+    Learners that are forked afterwards share this memory, and none of them spends time on it.
+    """
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    kernels.compile_for(torch.float32)
+
+
 class ForkServer:
     """Fork the learners at once.
 
@@ -181,6 +191,7 @@ class ForkServer:
     ADDRESS = struct.Struct("256s")
 
     def __init__(self, learn: Callable[[], int], size: int, bind_address: str, run: Path | None) -> None:
+        load_shared_code()
         self._read_end, self._write_end = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
