@@ -237,10 +237,14 @@ def test_an_error_in_the_background_reaches_the_training_thread(tmp_path: Path, 
     with pytest.raises(DataError, match="No space left"):
         checkpoints.background.wait()
     checkpoints.save(200)
-    deadline = time.monotonic() + 20
-    with pytest.raises(DataError, match="No space left"):
+
+    def poll() -> None:
+        deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             checkpoints.poll()
+
+    with pytest.raises(DataError, match="No space left"):
+        poll()
     checkpoints.background.close()
     checkpoints.watch.close()
 

@@ -28,9 +28,9 @@ class TorchStore(dist.Store):
     Keep a reference to it for as long as torch uses it: C++ code does not keep the Python part of the object alive.
     `check_members` is called during waits and may raise to end them.
 
-    With `ranks` it is a store for the rendezvous of one gloo group of this size. gloo asks for the keys PREFIX/0, PREFIX/1, … of
-    all ranks one after the other, and each is written once: they are awaited together and read PAGE at a time, so that the
-    store calls of a group are linear in its ranks.
+    With `ranks` it is a store for the rendezvous of one gloo group of this size. gloo asks for the keys PREFIX/0, PREFIX/1, …
+    of all ranks one after the other, and each is written once: they are awaited together and read PAGE at a time, so that
+    the store calls of a group are linear in its ranks.
     """
 
     def __init__(

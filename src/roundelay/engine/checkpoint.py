@@ -117,8 +117,8 @@ class Checkpoints:
     def save(self, position: int) -> None:
         """Write this rank's shard of the checkpoint at `position` global samples. Waits for neither other ranks nor the store.
 
-        Positions must increase; a position that was saved before is ignored. Raises DataError if the disk refuses the shard, and
-        what an earlier call in the background has raised.
+        Positions must increase; a position that was saved before is ignored. Raises DataError if the disk refuses the shard,
+        and what an earlier call in the background has raised.
         """
         rank = self.learner.context.rank
         if position in self._saved:

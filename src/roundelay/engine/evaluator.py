@@ -93,7 +93,9 @@ class Evaluator:
         if any(texts[post] is None for r, post in posts.items() if r not in failed):
             return
         if role_holder(store, f"{key}/sum", learner.rank, learner.job.membership.failed_ranks) == learner.rank:
-            self._add_up(key, position, spread, [json.loads(text) for post in posts.values() if (text := texts[post]) is not None])
+            self._add_up(
+                key, position, spread, [json.loads(text) for post in posts.values() if (text := texts[post]) is not None]
+            )
 
     def _add_up(self, key: str, position: int, spread: float | None, posts: list[dict[str, Any]]) -> None:
         learner, final = self.learner, key == FINAL
