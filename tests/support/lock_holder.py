@@ -13,7 +13,7 @@ from torch import Tensor
 
 from roundelay.comm.gossip.pair_average import PairAverager
 from roundelay.comm.shared_memory import ShmVectors, is_stopped
-from roundelay.comm.vectors import GOSSIPS
+from roundelay.comm.vectors import GOSSIPS, ROUNDS
 from roundelay.core import kernels
 from roundelay.core.wait import wait_until
 from roundelay.fleet.store import JobStore, connect_store, serve_store
@@ -72,7 +72,7 @@ def serve(pipe: Connection, port: int) -> None:
             kernels.pair_average = (
                 (lambda a, b, point=point: average_and_stop(a, b, point)) if point else kernels.compiled_pair_average  # type: ignore[attr-defined]
             )
-            result = PairAverager(vectors).average(0, 0, TIMEOUT_S)
+            result = PairAverager(vectors).average(0, int(vectors.header(1)[ROUNDS]), TIMEOUT_S)
         elif operation == "add":
             with vectors.lock(0) as other:
                 other.vector[: POINTS[point]].add_(vector[: POINTS[point]])

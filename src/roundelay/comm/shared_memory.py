@@ -62,7 +62,10 @@ OWN_LOCK_S = 1.0
 SECONDS_PER_BYTE = 4e-9
 """How long a lock may be held for a vector of this size, generously."""
 STOPPED_S = 0.02
-"""Time after which the owner of a vector looks whether the holder of its lock has been stopped, and then moves at once."""
+"""Time after which the owner of a vector looks whether the holder of its lock has been stopped, and then moves at once.
+
+It waits for OWN_LOCK_S if the holder was stopped before it wrote HOLDER, right after it took the lock.
+"""
 FIRST_POLL_S, LAST_POLL_S = 0.00005, 0.002
 DESCRIPTOR_BITS = 32
 """Last bits of an address: a descriptor of the owner's process. The bits before them are the number of moves."""
