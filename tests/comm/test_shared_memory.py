@@ -14,7 +14,17 @@ from lock_holder import SIZE, LockHolder, mappings
 
 from roundelay.comm.gossip.pair_average import PairAverager
 from roundelay.comm.shared_memory import ShmVectors, is_stopped, memory_file, open_memory_file
-from roundelay.comm.vectors import AVERAGED, FENCED, ROUNDS, LocalVectors, SharedVector, SharedVectors, drain_socket
+from roundelay.comm.vectors import (
+    AVERAGED,
+    FENCED,
+    HOLDER,
+    ROUNDS,
+    LocalVectors,
+    LockTimeout,
+    SharedVector,
+    SharedVectors,
+    drain_socket,
+)
 from roundelay.errors import PeerLost, UsageError
 from roundelay.fleet.store import LocalStore
 
@@ -214,6 +224,20 @@ def test_only_a_stopped_or_ended_process_counts_as_stopped(holder: LockHolder) -
     holder.start("add", "before", some_vectors(1)[0])
     assert is_stopped(holder.pid)
     assert is_stopped(1 << 30)  # no such process
+
+
+def test_the_header_names_the_last_other_rank_that_has_locked_a_vector() -> None:
+    views = open_shm(3)
+    with views[2].lock(2), pytest.raises(LockTimeout), views[1].lock(2, 0.01):
+        pass
+    assert views[2].header(2)[HOLDER] == 0
+    with views[1].lock(2) as segment:
+        with pytest.raises(LockTimeout), views[0].lock(2, 0.01):
+            pass
+        assert segment.header[HOLDER] == 2
+    assert views[2].header(2)[HOLDER] == 2  # also until the lock is free: a process can be stopped right before
+    for view in views:
+        view.close()
 
 
 def test_another_file_in_place_of_a_vector_is_a_lost_peer(tmp_path: Path) -> None:

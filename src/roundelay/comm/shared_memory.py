@@ -114,8 +114,8 @@ def open_memory_file(pid: int, fd: int, name: str, nbytes: int) -> int:
             where="shared memory",
             hint="the process has ended, or runs as another user; see its log, or set backend=torch",
         ) from error
-    found, size = os.readlink(f"/proc/self/fd/{opened}").removesuffix(" (deleted)"), os.fstat(opened).st_size
-    if found == f"/memfd:{name}" and size == nbytes:
+    target, size = os.readlink(f"/proc/self/fd/{opened}").removesuffix(" (deleted)"), os.fstat(opened).st_size
+    if target == f"/memfd:{name}" and size == nbytes:
         return opened
     os.close(opened)
     raise PeerLost(
@@ -257,13 +257,13 @@ class ShmVectors:
     def _segment(self, rank: int) -> _FileSegment:
         """Return the present segment of a rank."""
         while rank != self.rank:
-            address, segment = int(self._addresses[rank][0]), self._segments.get(rank)
+            address, segment = self._addresses[rank][0], self._segments.get(rank)
             if segment is not None and segment.address == address:
                 return segment
             try:
                 self._segments[rank] = self._open_segment(rank, address)
             except PeerLost:
-                if address == int(self._addresses[rank][0]):  # otherwise it has moved again
+                if address == self._addresses[rank][0]:  # otherwise it has moved again
                     raise
         return self._segments[rank]
 
@@ -295,18 +295,20 @@ class ShmVectors:
         """Take the flock of a rank's present segment. With None, the own vector moves if the lock does not come back."""
         while True:
             segment = self._segment(rank)
+            descriptor = segment.lock_fd()
             if timeout_s is not None:
-                if not _try_lock(segment.lock_fd(), timeout_s):
+                if not _try_lock(descriptor, timeout_s):
                     raise LockTimeout
-            elif not _try_lock(segment.lock_fd(), self._own_lock_s, partial(self._holder_is_stopped, segment)):
+            elif not _try_lock(descriptor, self._own_lock_s, partial(self._holder_is_stopped, segment)):
                 segment = self._move()
-            if segment.address == int(self._addresses[rank][0]):  # not moved while this thread waited
+                descriptor = segment.lock_fd()
+            if segment.address == self._addresses[rank][0]:  # not moved while this thread waited
                 break
-            fcntl.flock(segment.lock_fd(), fcntl.LOCK_UN)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         try:
             yield segment
         finally:
-            fcntl.flock(segment.lock_fd(), fcntl.LOCK_UN)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     def _holder_is_stopped(self, segment: VectorSegment) -> bool:
         holder = int(segment.header[HOLDER]) - 1
@@ -374,11 +376,11 @@ class ShmVectors:
         self._segments, self._liveness, self._left = {}, {}, []
 
 
-def _map_address(fd: int) -> np.ndarray:
+def _map_address(fd: int) -> memoryview[int]:
     """Map the address in a file of one page."""
     opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # a mapping of `fd` itself would keep its flock after it is closed
     try:
-        return np.frombuffer(mmap.mmap(opened, PAGE), dtype=np.int64, count=1)
+        return memoryview(mmap.mmap(opened, PAGE)).cast("q")
     finally:
         os.close(opened)
 
