@@ -1,4 +1,4 @@
-"""Resume: all ranks restore the checkpoint that rank 0 has chosen, or all end with one error; an abandoned part stays abandoned."""
+"""Resume: all ranks restore the checkpoint that rank 0 has chosen, or all end with one error; later ones are set aside."""
 
 from __future__ import annotations
 

@@ -82,7 +82,9 @@ def set_later_aside(folder: Path, chosen: Path, log: logging.Logger) -> None:
     name = folder_name(read_manifest(chosen)["position"])
     continues = chosen.name == name and chosen.resolve().parent == folder.resolve()
     later = sorted(
-        path for path in folder.glob("samples-*") if path.is_dir() and (path.name > name or path.name == name and not continues)
+        path
+        for path in folder.glob("samples-*")
+        if path.is_dir() and (path.name > name or (path.name == name and not continues))
     )
     if not later:
         return
