@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from roundelay.engine.checkpoint import Checkpoints
 from roundelay.engine.manifest import BEST, best, folder_name, latest, read_best, read_manifest, verify
@@ -32,7 +33,8 @@ def resume(setting: str, checkpoints: Checkpoints, timeout_s: float, log: loggin
     Collective; blocks until all ranks have read the checkpoint. Returns (0, []) if resume=auto finds none. Raises the same
     error on all ranks if rank 0 finds no usable checkpoint, or if a rank cannot read the one that rank 0 has chosen.
     """
-    context, job = checkpoints.learner.context, checkpoints.learner.job
+    context = checkpoints.learner.context
+    job: Any = checkpoints.learner.job
     rank, store, clock, limit_s = context.rank, job.store, context.runtime.clock, max(timeout_s, READ_S)
     if rank == 0:
         try:
