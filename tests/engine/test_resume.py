@@ -131,3 +131,11 @@ def test_a_checkpoint_of_another_run_abandons_all_from_its_position_on(tmp_path:
     run(tmp_path / "a", epochs=3, resume=str(tmp_path / "b" / "ckpt" / name(2)))
     assert names(tmp_path / "a") == [f"abandoned-{name(2)}", name(1), name(3)]
     assert names(tmp_path / "b") == [name(1), name(2), name(3)]
+
+
+def test_what_a_killed_writer_left_is_deleted_at_the_next_start(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    (tmp_path / ".model.safetensors.7.partial").write_text("half a model")
+    (tmp_path / "ckpt" / ".samples-000000000048.3.partial").mkdir()
+    assert run(tmp_path, epochs=2, resume="auto") == [None]
+    assert [path.name for path in tmp_path.rglob("*.partial")] == []

@@ -122,10 +122,11 @@ class Trainer:
     def _check_shared(self, run: Path) -> None:
         """Raise on all ranks unless all see one run directory, where shards are collected. All ranks must call it.
 
-        Rank 0 also deletes what an earlier process left of an incomplete checkpoint, before any rank can write one.
+        Rank 0 also deletes what an earlier process left of an incomplete checkpoint or model, before any rank can write one.
         """
         if self.context.rank == 0:
-            delete_partial(run / CHECKPOINT_FOLDER)
+            for folder in (run, run / CHECKPOINT_FOLDER):
+                delete_partial(folder)
         check_shared_directory(run, self.context, self.learner.job, self.config.timeout_s)
 
     # -- the run ---------------------------------------------------------------------------------------------------
