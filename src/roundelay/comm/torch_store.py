@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from roundelay.core.wait import wait_until
 from roundelay.errors import PeerLost
 from roundelay.fleet.store import JobStore
 
@@ -86,16 +87,21 @@ class TorchStore(dist.Store):
         if not keys:
             return
         seconds = (timeout or self._timeout).total_seconds()
-        left = seconds
-        while not self._store.wait(min(left, WAIT_S), *keys):
-            left -= WAIT_S
-            if left <= 0:
-                raise PeerLost(
-                    f"the other ranks did not set '{keys[0]}' in the store within {seconds:.0f} s",
-                    where="creation of a process group",
-                    hint="look at the logs of the other ranks; raise timeout_s if they start slowly",
-                )
+
+        def all_exist() -> bool:
+            if self._store.wait(min(seconds, WAIT_S), *keys):
+                return True
             self._check_members()
+            return False
+
+        def error() -> PeerLost:
+            return PeerLost(
+                f"the other ranks did not set '{keys[0]}' in the store within {seconds:.0f} s",
+                where="creation of a process group",
+                hint="look at the logs of the other ranks; raise timeout_s if they start slowly",
+            )
+
+        wait_until(all_exist, seconds, error, sleep=lambda _: None)  # the store's `wait` blocks
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Set the key if it has the expected value; an empty expected value also matches a missing key. Return its value."""

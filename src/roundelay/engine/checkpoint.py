@@ -32,9 +32,9 @@ from roundelay.core.contracts import Store
 from roundelay.core.files import digest, sync
 from roundelay.core.wait import role_holder
 from roundelay.engine.background import BackgroundCalls
-from roundelay.engine.best import best_position
+from roundelay.engine.best import mark_pruned
 from roundelay.engine.learner import Learner
-from roundelay.engine.manifest import FORMAT, MANIFEST, damage_as_data_error, folder_name, read_best, seal, verify
+from roundelay.engine.manifest import FORMAT, MANIFEST, damage_as_data_error, folder_name, seal, verify
 from roundelay.engine.sharding import DynamicSharding, Span, merge_ranges, uncovered_ranges
 from roundelay.engine.shards import (
     average_of_shards,
@@ -296,13 +296,11 @@ class Checkpoints:
         Call it when all live ranks have written their shards of `latest`: earlier positions that no live rank is completing
         are abandoned. Folders of positions that are not settled, and those in which another live rank works, are not touched.
         """
-        newest = best_position(self.learner.job.store)
-        note = json.loads(newest[1]) if newest is not None else read_best(self.folder)
-        kept = folder_name(note["position"]) if note is not None else ""
         complete = sorted(p for p in self.folder.glob("samples-*") if p.is_dir() and p.name <= folder_name(latest))
-        for path in complete[: -self.keep] if self.keep > 0 else []:
-            if path.name != kept:
-                shutil.rmtree(path, ignore_errors=True)
+        numbers = {path: path.name.removeprefix("samples-") for path in (complete[: -self.keep] if self.keep > 0 else [])}
+        old = {int(number): path for path, number in numbers.items() if number.isdigit()}
+        for position in mark_pruned(self.learner.job.store, self.folder, list(old)) if old else []:
+            shutil.rmtree(old[position], ignore_errors=True)
         partial = [(path, match) for path in self.folder.iterdir() if (match := PARTIAL.fullmatch(path.name))]
         earlier = {position for _, match in partial if (position := int(match[1])) < latest}
         settled = self._abandon(earlier | {p for p in set(self.waiting) if p < latest})
@@ -431,7 +429,7 @@ def delete_folder(path: Path) -> None:
 
 
 def delete_partial(folder: Path) -> None:
-    """Delete the incomplete checkpoints of earlier processes. Call it on one rank, before any rank writes a checkpoint."""
+    """Delete the incomplete files and folders of earlier processes. Call it on one rank, before any rank writes there."""
     for path in folder.glob(".*.partial"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -39,6 +39,10 @@ WATCHED = 8
 """Busy ranks whose leases a rank without work reads at once."""
 FOLLOW_AHEAD = 8
 """Leases of its node leader that a rank reads at once."""
+FOLLOW_S = 0.25
+"""Longest time between two looks at the leases of the node leader; a new lease ends it at once."""
+KEPT_LEASES = 1000
+"""Newest leases of a node leader that stay in the store. The ranks of a machine train together, so none is that far behind."""
 
 
 class DynamicSharding:
@@ -198,9 +202,15 @@ class DynamicSharding:
                 self._unyielded.extend(begun if self._hierarchical else (span for span in claimed if span in owned))
                 self._change.notify_all()
 
-    def _publish(self, spans: list[Span]) -> dict[str, str]:
-        """Return the keys that tell the other ranks of the machine what the leader has begun."""
-        return {f"machine/{self.leader}/{self._published + n}": json.dumps(span) for n, span in enumerate(spans, 1)}
+    def _publish(self, spans: list[Span]) -> dict[str, str | None]:
+        """Return the keys that tell the other ranks of the machine what the leader has begun; those of old leases are None."""
+        values: dict[str, str | None] = {}
+        for number, span in enumerate(spans, self._published + 1):
+            values[f"machine/{self.leader}/{number}"] = json.dumps(span)
+            if number > KEPT_LEASES:
+                values[f"machine/{self.leader}/{number - KEPT_LEASES}"] = None
+                values[f"machine/{self.leader}/deleted"] = str(number - KEPT_LEASES)
+        return values
 
     def _adopt(self, spans: list[Span]) -> None:
         """Yield spans that came from other ranks."""
@@ -366,7 +376,8 @@ class DynamicSharding:
                 return [f"lease/{rank}" for rank in busy[-1:]]
             if not looked_at_all:
                 return self._find_work()
-            if table.stop_total is not None or not self._fenced_ranks:
+            fenced = self._fenced_ranks or any(lease.fenced for _, lease in leases.values())  # by this rank or another one
+            if table.stop_total is not None or not fenced:
                 return None
             everything = [*self.missing_ranges, (plan.first, plan.total)]
             return [] if table.recover_gaps(leases, everything) else None
@@ -390,12 +401,18 @@ class DynamicSharding:
         return []
 
     def _follow_leader(self) -> Iterator[BatchLease]:
-        """Yield the leases that the node leader publishes. Raises PeerLost if it fails."""
-        number = 1
+        """Yield the leases that the node leader publishes. Raises PeerLost if it fails, or if a lease was missed."""
+        number, deleted = 1, f"machine/{self.leader}/deleted"
         while True:
             first = number
             keys = [f"machine/{self.leader}/{number + n}" for n in range(FOLLOW_AHEAD)]
-            texts = self.store.get_many(keys)
+            texts = self.store.get_many([deleted, *keys])
+            if int(texts[deleted] or 0) >= number:
+                raise PeerLost(
+                    f"this rank is more than {KEPT_LEASES} batches behind rank {self.leader}, which leases samples for it",
+                    where=f"rank {self.plan.rank}",
+                    hint="look at the log of this rank; continue with resume=auto",
+                )
             for key in keys:
                 text = texts[key]
                 if text is None:
@@ -413,7 +430,7 @@ class DynamicSharding:
                     where=f"rank {self.plan.rank}",
                     hint="look at the log of that rank; continue with resume=auto",
                 )
-            self.store.pause(0.001, f"machine/{self.leader}/{number}", "failures")
+            self.store.pause(FOLLOW_S, keys[0], "failures")
 
     def _lease(self, span: Span) -> BatchLease:
         plan = self.plan

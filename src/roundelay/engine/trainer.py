@@ -25,8 +25,9 @@ from roundelay.engine.config import TrainConfig
 from roundelay.engine.evaluator import Evaluator
 from roundelay.engine.finishing import Finisher
 from roundelay.engine.learner import Learner
-from roundelay.engine.manifest import best, folder_name, latest
+from roundelay.engine.manifest import folder_name
 from roundelay.engine.optimizer import make_optimizer
+from roundelay.engine.resume import resume
 from roundelay.engine.sharding import BatchLease, DynamicSharding, StaticSharding
 from roundelay.engine.shards import read_model
 from roundelay.engine.store_watch import StoreWatch
@@ -123,10 +124,11 @@ class Trainer:
     def _check_shared(self, run: Path) -> None:
         """Raise on all ranks unless all see one run directory, where shards are collected. All ranks must call it.
 
-        Rank 0 also deletes what an earlier process left of an incomplete checkpoint, before any rank can write one.
+        Rank 0 also deletes what an earlier process left of an incomplete checkpoint or model, before any rank can write one.
         """
         if self.context.rank == 0:
-            delete_partial(run / CHECKPOINT_FOLDER)
+            for folder in (run, run / CHECKPOINT_FOLDER):
+                delete_partial(folder)
         check_shared_directory(run, self.context, self.learner.job, self.config.timeout_s)
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -351,21 +353,10 @@ class Trainer:
     # -- start -----------------------------------------------------------------------------------------------------
 
     def _resume(self) -> tuple[int, list[tuple[int, int]]]:
-        """Restore the checkpoint that `resume` names, and return its position and the sample ranges that it lacks."""
+        """Restore the checkpoint that `resume` names; return its position and the sample ranges that it lacks. Collective."""
         if self.config.resume == "no" or self.checkpoints is None:
             return 0, []
-        if self.config.resume == "auto":
-            path = latest(self.checkpoints.folder, self.log.warning)
-            if path is None:
-                self.log.info("no checkpoint yet: starting from the beginning")
-                return 0, []
-        elif self.config.resume == "best":
-            path = best(self.checkpoints.folder)
-        else:
-            path = Path(self.config.resume)
-        first, missing_ranges = self.checkpoints.restore(path)
-        self.log.info(f"resuming from {path.name}: {first} samples are done")
-        return first, missing_ranges
+        return resume(self.config.resume, self.checkpoints, self.config.timeout_s, self.log)
 
     def _start_record(self, first: int, total: int, batches: list[int]) -> None:
         """Start the update log if the run is to be recorded."""

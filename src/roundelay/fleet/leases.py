@@ -189,11 +189,12 @@ class LeaseTable:
         claimed: Sequence[Span] = (),
         over: bool = False,
         step_s: float = 0.0,
-        publish: Callable[[list[Span]], Mapping[str, str]] = lambda begun: {},
+        publish: Callable[[list[Span]], Mapping[str, str | None]] = lambda begun: {},
     ) -> list[Span]:
         """Complete, begin and claim spans in one write, and return the newly begun ones.
 
-        Spans that another rank has taken over are not begun. `publish` returns keys to write for the newly begun spans.
+        Spans that another rank has taken over are not begun. `publish` returns keys to write, or to delete (None), for the
+        newly begun spans.
         """
         with self._lock:
             while True:

@@ -254,7 +254,7 @@ def create_context(
         heartbeats, stop_heartbeats = None, _no_heartbeats
     else:
         heartbeats = Heartbeats(store, rank, size, failure_s)
-        stop_heartbeats = _publish_heartbeats(heartbeats)
+        stop_heartbeats = publish_heartbeats(heartbeats)
     try:
         ranks = agree_to_start(
             store,
@@ -274,7 +274,7 @@ def create_context(
         if heartbeats is not None:
             heartbeats.leave(error)
         if isinstance(error, UsageError):
-            _let_other_ranks_read(store, size, serves=bool(keep))
+            let_other_ranks_read(store, size, serves=bool(keep))
         raise
     hosts = [info["host"] for info in ranks]
     return DistributedContext(
@@ -282,8 +282,8 @@ def create_context(
     )
 
 
-def _let_other_ranks_read(store: JobStore, size: int, serves: bool) -> None:
-    """After a vote against the start: the rank that serves the store stays until the other ranks know, at most EXIT_WAIT_S."""
+def let_other_ranks_read(store: JobStore, size: int, serves: bool) -> None:
+    """Before an exit: the rank that serves the store stays until the other ranks need it no more, at most EXIT_WAIT_S."""
     with suppress(RoundelayError):
         left = store.add("left", int(not serves))
         if serves and left < size - 1:
@@ -293,7 +293,7 @@ def _let_other_ranks_read(store: JobStore, size: int, serves: bool) -> None:
 def _no_heartbeats() -> None: ...
 
 
-def _publish_heartbeats(heartbeats: Heartbeats) -> Callable[[], None]:
+def publish_heartbeats(heartbeats: Heartbeats) -> Callable[[], None]:
     """Publish one heartbeat at once and the next ones in a thread; return a function that stops it."""
     message = {"phase": "start"}
     heartbeats.beat(message)

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from roundelay import config as configuration
 from roundelay.config import ResolvedConfig, TrainConfig, build_task
+from roundelay.core.settings import common_settings
 from roundelay.engine.learner import build_strategy
 from roundelay.engine.trainer import train
 from roundelay.errors import DataError, Interrupted, RoundelayError, UsageError
@@ -47,8 +48,6 @@ PACKED_WORKERS = 2
 FINGERPRINT_FILE = "fingerprint.json"
 UNFINGERPRINTED = ("run", "resume", "progress")
 """Settings that do not decide whether a training may be resumed."""
-AGREED = ("task", "strategy", "strategy_options", "topology", "backend", "epochs", "lr", "seed", "deterministic_reduce")
-"""Settings that all ranks compare before the first step."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ def train_rank(task: FrameTask, config: TrainConfig) -> int:
         failure_s=config.failure_s,
         device=config.device,
         simulate_nodes=config.simulate_nodes,
-        digest={key: getattr(config, key) for key in AGREED},
+        digest=common_settings(config),
     )
     try:
         run_engine(task, context, config)
