@@ -256,7 +256,7 @@ def train_here(task: FrameTask, config: TrainConfig) -> None:
 def train_rank(task: FrameTask, config: TrainConfig) -> int:
     """Train as one rank of the job that the environment variables describe. Runs in a learner's process."""
     set_learner_threads()
-    context = context_from_env(
+    with context_from_env(
         backend=config.backend,
         bind_address=config.bind_address,
         timeout_s=config.timeout_s,
@@ -264,12 +264,12 @@ def train_rank(task: FrameTask, config: TrainConfig) -> int:
         device=config.device,
         simulate_nodes=config.simulate_nodes,
         digest={key: getattr(config, key) for key in AGREED},
-    )
-    try:
-        run_engine(task, context, config)
-    except BaseException as error:
-        context.abort_job(error)
-        raise
+    ) as context:
+        try:
+            run_engine(task, context, config)
+        except BaseException as error:
+            context.abort_job(error)
+            raise
     return 0
 
 
