@@ -68,7 +68,7 @@ def test_a_closed_terminal_stops_a_run_as_sigterm_does() -> None:
     def write_line(text: str) -> None:
         raise OSError(5, "Input/output error")
 
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, lambda *_: None)
     flag = threading.Event()
     with StopOnSignals(flag, write_line):
         signal.raise_signal(signal.SIGHUP)
