@@ -187,6 +187,27 @@ def test_leases_of_failed_ranks_are_returned(scenario: Scenario, data: st.DataOb
     assert sorted(everything) == list(range(scenario.first, scenario.total))
 
 
+@given(scenarios(), st.data())
+def test_samples_that_a_rank_gives_up_are_leased_again(scenario: Scenario, data: st.DataObject) -> None:
+    size = len(scenario.batches) + 1
+    scenario = Scenario(
+        scenario.samples, scenario.total, [*scenario.batches, 2], [[r] for r in range(size)], scenario.first
+    )  # fmt: skip
+    ranks = shardings(scenario, LocalStore())
+    drawn_leases = take(iter(ranks[0]), data.draw(st.integers(0, 4)), scenario)
+    begun = drawn_leases[: data.draw(st.integers(0, len(drawn_leases)))]
+    completed = begun[: data.draw(st.integers(0, len(begun)))]
+    for lease in begun:
+        assert ranks[0].begin(lease)
+    for lease in completed:
+        ranks[0].complete(lease.span)
+    for _ in range(2):
+        ranks[0].give_up()
+    leases = in_threads(ranks[1:])
+    everything = indices(scenario, completed) + [p for rank in leases for p in indices(scenario, rank)]
+    assert sorted(everything) == list(range(scenario.first, scenario.total))
+
+
 def take(leases: Iterator[BatchLease], count: int, scenario: Scenario) -> list[BatchLease]:
     """Take the first leases while any are left: an idle rank would wait for all other ranks."""
     first: list[BatchLease] = []

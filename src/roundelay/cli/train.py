@@ -146,16 +146,16 @@ def _run_rank(resolved: ResolvedConfig[TrainConfig], as_json: bool) -> int:
 
     settings = resolved.settings
     _limit_threads()
-    context = context_from_env(
+    with context_from_env(
         backend=settings.backend, bind_address=settings.bind_address, timeout_s=settings.timeout_s, device=settings.device,
         simulate_nodes=settings.simulate_nodes, digest=common_settings(settings),
         failure_s=settings.failure_s,
-    )  # fmt: skip
-    try:
-        result = _train(config.build_task(resolved), context, settings)
-    except BaseException as error:
-        context.abort_job(error)
-        raise
+    ) as context:  # fmt: skip
+        try:
+            result = _train(config.build_task(resolved), context, settings)
+        except BaseException as error:
+            context.abort_job(error)
+            raise
     if "ranks" in result:  # this rank has collected the metrics of the run
         _show(result, settings.run_dir, as_json)
     return 0

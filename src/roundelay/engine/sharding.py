@@ -160,6 +160,25 @@ class DynamicSharding:
             self.store.claim(STOP, self.store.get(CLAIMED) or str(self.plan.first))
             self._stop_written = True
 
+    def give_up(self) -> None:
+        """Return the leases that this rank has not completed, and claim no more: it leaves before the end of the run.
+
+        Without it other ranks would wait for them. Does nothing at the end of the run. Blocks for at most three store calls.
+        In a hierarchy the node leader does this for its machine, whose ranks must leave at the same batch.
+        """
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        with self._write_lock:
+            if self.plan.rank != self.leader or self.table.lease.idle:
+                return
+            self._write()
+            self.table.give_up()
+            if self._hierarchical:
+                self.store.set(f"machine/{self.leader}/{self._published + 1}", "null")
+
     @property
     def total(self) -> int:
         """Global samples of the run, or of the part before `stop`."""
@@ -224,6 +243,8 @@ class DynamicSharding:
     def _claim(self, batches: int, begin: Callable[[], Collection[Span]] = tuple) -> None:
         """Claim returned spans, or the next batches of the counter."""
         with self._write_lock:
+            if self._closed:
+                return
             self._give_back()
             if spans := self.table.take_returned(self._split, batches):
                 self._adopt(spans)
@@ -327,7 +348,7 @@ class DynamicSharding:
     def _next_span(self) -> Span | None:
         """Return the next span of this rank; wait for one. Returns None at the end of the run."""
         poll_s = POLL_S
-        while True:
+        while not self._closed:
             if self._error is not None:
                 raise self._error
             with self._change:
@@ -349,6 +370,7 @@ class DynamicSharding:
             if not self._unyielded:
                 self.store.pause(poll_s, *watched, self.table.key, RETURNED, "failures")
                 poll_s = min(LONG_POLL_S, poll_s * 1.2)
+        return None
 
     def _find_work(self) -> list[str] | None:
         """Take spans of failed and slow ranks, when the counter is exhausted.

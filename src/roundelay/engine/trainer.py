@@ -141,6 +141,21 @@ class Trainer:
             DataError: The data or the numbers are bad; the other ranks stop too.
             PeerLost: Another rank failed and the strategy cannot continue without it.
         """
+        error: BaseException | None = None
+        try:
+            return self._run()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self.dashboard.close()
+            close_logger(self.log)
+            self.tensorboard.close()
+            self.watch.close()
+            self.background.close()
+            self.learner.close(error)
+
+    def _run(self) -> dict[str, Any]:
         learner = self.learner
         try:
             batches = self._batches()
@@ -197,13 +212,6 @@ class Trainer:
             if not isinstance(error, RoundelayError):
                 self._report_failure(error)
             raise
-        finally:
-            self.dashboard.close()
-            close_logger(self.log)
-            self.tensorboard.close()
-            self.watch.close()
-            self.background.close()
-            learner.close()
 
     def _report_failure(self, error: Exception) -> None:
         """Report this rank as failed, so that the ranks of a strategy that survives failures continue without it at once."""

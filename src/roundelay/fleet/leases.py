@@ -2,7 +2,7 @@
 
 claimed         counter of the samples that have been claimed
 stop-total      samples of a run that was stopped early
-returned        spans of failed ranks, and gaps of an earlier run, which any rank may take
+returned        spans of ranks that failed or left early, and gaps of an earlier run, which any rank may take
 lease/{rank}    spans that the rank owns: `begun` (only this rank trains them) and `ahead` (other ranks may take them over)
 done/{rank}/{n} spans that the rank has completed, at most DONE_SPANS per key
 
@@ -265,6 +265,17 @@ class LeaseTable:
                 if conflict is None:
                     return
                 text = conflict[key]
+
+    def give_up(self) -> None:
+        """Return all spans that this rank owns, and claim no more: it leaves before the end of the run. One compare-and-set."""
+        with self._lock:
+            while True:
+                old = self.lease
+                values: dict[str, str | None] = {self.key: replace(old, begun=(), ahead=(), over=True).text()}
+                if owned := [*old.begun, *old.ahead]:
+                    values[RETURNED] = json.dumps(merge_ranges([*self.returned, *owned]))
+                if self._commit(values) is None:
+                    return
 
     def recover_gaps(self, leases: Mapping[int, tuple[str | None, Lease]], spans: Sequence[Span]) -> bool:
         """Return the parts of `spans` that no rank has completed, if all the leases are idle and unchanged.

@@ -255,7 +255,7 @@ def train_here(task: FrameTask, config: TrainConfig) -> None:
 def train_rank(task: FrameTask, config: TrainConfig) -> int:
     """Train as one rank of the job that the environment variables describe. Runs in a learner's process."""
     set_learner_threads()
-    context = context_from_env(
+    with context_from_env(
         backend=config.backend,
         bind_address=config.bind_address,
         timeout_s=config.timeout_s,
@@ -263,12 +263,12 @@ def train_rank(task: FrameTask, config: TrainConfig) -> int:
         device=config.device,
         simulate_nodes=config.simulate_nodes,
         digest=common_settings(config),
-    )
-    try:
-        run_engine(task, context, config)
-    except BaseException as error:
-        context.abort_job(error)
-        raise
+    ) as context:
+        try:
+            run_engine(task, context, config)
+        except BaseException as error:
+            context.abort_job(error)
+            raise
     return 0
 
 
