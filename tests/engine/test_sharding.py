@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundelay.engine import sharding as sharding_module
+from roundelay.engine import node_leases
 from roundelay.engine.sharding import (
     BatchLease,
     DynamicSharding,
@@ -230,7 +230,7 @@ def test_a_gap_is_trained_although_the_rank_that_fenced_the_failed_one_has_gone(
 
 
 def test_the_store_keeps_few_leases_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding_module, "KEPT_LEASES", 20)
+    monkeypatch.setattr(node_leases, "KEPT_LEASES", 20)
     scenario, store = Scenario(50, 200, [1, 1], [[0, 1]]), LocalStore()
     leader, follower = shardings(scenario, store)
     spans, longest = [], 0

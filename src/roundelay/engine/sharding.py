@@ -10,7 +10,6 @@ exactly once. Both can start at any index, so a resumed run continues at its che
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -18,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from roundelay.core.contracts import Store
+from roundelay.engine.node_leases import NodeLeases
 from roundelay.engine.shard_plan import BatchLease, ShardPlan, StaticSharding, uncovered_ranges
-from roundelay.errors import PeerLost
 from roundelay.fleet.leases import CLAIMED, RETURNED, STOP, Lease, LeaseTable, Span, merge_ranges
 from roundelay.strategies.step import StepInfo
 
@@ -37,12 +36,6 @@ UNKNOWN_STEP_RTT_S = 2e-3
 """Before the first step, a store call that takes longer than this counts as slow."""
 WATCHED = 8
 """Busy ranks whose leases a rank without work reads at once."""
-FOLLOW_AHEAD = 8
-"""Leases of its node leader that a rank reads at once."""
-FOLLOW_S = 0.25
-"""Longest time between two looks at the leases of the node leader; a new lease ends it at once."""
-KEPT_LEASES = 1000
-"""Newest leases of a node leader that stay in the store. The ranks of a machine train together, so none is that far behind."""
 
 
 class DynamicSharding:
@@ -88,7 +81,7 @@ class DynamicSharding:
         self._exhausted = self._closed = self._stop_written = False
         self._fenced_ranks: set[int] = set()
         self._busy: list[int] = []
-        self._published = 0
+        self.node = NodeLeases(store, self.leader)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -177,7 +170,7 @@ class DynamicSharding:
             self._write()
             self.table.give_up()
             if self._hierarchical:
-                self.store.set(f"machine/{self.leader}/{self._published + 1}", "null")
+                self.node.end()
 
     @property
     def total(self) -> int:
@@ -211,8 +204,8 @@ class DynamicSharding:
             with self._change:
                 completed = list(self._completed)
             if self._hierarchical:  # begun at once: all ranks of the machine must agree on what they train
-                begun = self.table.update(completed, [*begin, *claimed], claimed, over, self.step_s, self._publish)
-                self._published += len(begun)
+                begun = self.table.update(completed, [*begin, *claimed], claimed, over, self.step_s, self.node.values_of)
+                self.node.published += len(begun)
             else:
                 begun = self.table.update(completed, begin, claimed, over, self.step_s)
             with self._change:
@@ -220,16 +213,6 @@ class DynamicSharding:
                 owned = (*begun, *self.table.lease.ahead)
                 self._unyielded.extend(begun if self._hierarchical else (span for span in claimed if span in owned))
                 self._change.notify_all()
-
-    def _publish(self, spans: list[Span]) -> dict[str, str | None]:
-        """Return the keys that tell the other ranks of the machine what the leader has begun; those of old leases are None."""
-        values: dict[str, str | None] = {}
-        for number, span in enumerate(spans, self._published + 1):
-            values[f"machine/{self.leader}/{number}"] = json.dumps(span)
-            if number > KEPT_LEASES:
-                values[f"machine/{self.leader}/{number - KEPT_LEASES}"] = None
-                values[f"machine/{self.leader}/deleted"] = str(number - KEPT_LEASES)
-        return values
 
     def _adopt(self, spans: list[Span]) -> None:
         """Yield spans that came from other ranks."""
@@ -333,13 +316,13 @@ class DynamicSharding:
     def __iter__(self) -> Iterator[BatchLease]:
         self.table.start(self.plan.first, self.missing_ranges)
         if self.plan.rank != self.leader:
-            yield from self._follow_leader()
+            yield from map(self._lease, self.node.follow(self.plan.rank, self._failed))
             return
         try:
             while (span := self._next_span()) is not None:
                 yield self._lease(span)
             if self._hierarchical:
-                self.store.set(f"machine/{self.leader}/{self._published + 1}", "null")
+                self.node.end()
         finally:
             with self._change:
                 self._closed = True
@@ -421,38 +404,6 @@ class DynamicSharding:
             if spans := self.table.take_over(rank, leases[rank][0], self._split):
                 return spans
         return []
-
-    def _follow_leader(self) -> Iterator[BatchLease]:
-        """Yield the leases that the node leader publishes. Raises PeerLost if it fails, or if a lease was missed."""
-        number, deleted = 1, f"machine/{self.leader}/deleted"
-        while True:
-            first = number
-            keys = [f"machine/{self.leader}/{number + n}" for n in range(FOLLOW_AHEAD)]
-            texts = self.store.get_many([deleted, *keys])
-            if int(texts[deleted] or 0) >= number:
-                raise PeerLost(
-                    f"this rank is more than {KEPT_LEASES} batches behind rank {self.leader}, which leases samples for it",
-                    where=f"rank {self.plan.rank}",
-                    hint="look at the log of this rank; continue with resume=auto",
-                )
-            for key in keys:
-                text = texts[key]
-                if text is None:
-                    break
-                span = json.loads(text)
-                if span is None:
-                    return
-                number += 1
-                yield self._lease((span[0], span[1]))
-            if number > first:  # what was read is as old as the last step
-                continue
-            if self.leader in self._failed():
-                raise PeerLost(
-                    f"rank {self.leader}, which leases samples for this machine, has failed",
-                    where=f"rank {self.plan.rank}",
-                    hint="look at the log of that rank; continue with resume=auto",
-                )
-            self.store.pause(FOLLOW_S, keys[0], "failures")
 
     def _lease(self, span: Span) -> BatchLease:
         plan = self.plan
