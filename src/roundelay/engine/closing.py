@@ -38,8 +38,8 @@ SLOWEST_BYTES_PER_S = 16_000.0
 """A collective on a link of this speed still counts as alive."""
 POLL_S = 0.1
 """Longest time between two looks at the store; a change of the awaited key ends it at once."""
-WORK_POLL_S = 0.05
-"""Time between two looks at a collective."""
+WORK_POLL_S = 0.005
+"""Time between two looks at a collective, without a store call."""
 EXTRA_ATTEMPTS = 2
 """Attempts beyond one per member: for connections that broke although no rank failed."""
 
