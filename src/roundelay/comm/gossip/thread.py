@@ -7,6 +7,7 @@ training thread never waits for the mutex, a partner or a partner's lock.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -37,7 +38,12 @@ INLINE_LOCK_S, LOCK_S = 0.0005, 0.05
 """Deadlines for a partner's lock: of the training thread, and of the gossip thread (plus SECONDS_PER_BYTE)."""
 DRAIN_S = 10.0
 """At the end, an exchange without progress for this time is given up."""
+DRAIN_LIMIT_S = 300.0
+"""At the end, all exchanges are given up after this time, also those on a link that is lost and connected again all the time."""
 METRICS = ("exchanges", "exchange_s", "distance", "skipped")
+
+
+logger = logging.getLogger(__name__)
 
 
 class GossipThread:
@@ -163,7 +169,7 @@ class GossipThread:
 
     def drain(self) -> None:
         """Block until all exchanges that have begun are complete, or no longer make progress. Call it after stop_initiating."""
-        protocol = self.protocol
+        protocol, end = self.protocol, time.monotonic() + DRAIN_LIMIT_S
         assert protocol is not None
 
         def waits() -> bool:
@@ -171,7 +177,7 @@ class GossipThread:
             now = time.monotonic()
             with self._mutex:
                 open_edges = [p for p in protocol.open_edges if p in protocol.edges and p not in protocol.failed]
-                return any(now - protocol.edges[p].progress_at < DRAIN_S for p in open_edges)
+                return now < end and any(now - protocol.edges[p].progress_at < DRAIN_S for p in open_edges)
 
         wait_until(lambda: not waits(), float("inf"), poll_s=0.001)
 
@@ -246,10 +252,12 @@ class GossipThread:
     def _note_averages(self, protocol: GossipProtocol) -> None:
         """Tell the protocol of the averages that other ranks of the node have made with this one."""
         header = self.vectors.header(self.rank)
-        averaged = int(header[AVERAGED])
-        if averaged != self._seen_averaged:
+        averaged, rounds = int(header[AVERAGED]), int(header[ROUNDS])
+        if (
+            averaged != self._seen_averaged or rounds > protocol.rounds
+        ):  # a rank that dies in between has written the latter only
             count, self._seen_averaged = averaged - self._seen_averaged, averaged
-            protocol.averaged_by_peer(count, int(header[ROUNDS]))
+            protocol.averaged_by_peer(count, rounds)
 
     def _tick(self, protocol: GossipProtocol, now: float) -> list[Action]:
         for peer in self.vectors.here if self._watches_peers else ():
@@ -262,7 +270,7 @@ class GossipThread:
         for peer in set(failures) - protocol.failed - {self.rank}:
             self._perform(protocol.fail(peer, now), False)
             if peer in self.connections.partners:
-                self.connections.remove(self.connections.partners[peer])
+                self._close(self.connections.partners[peer])
             if peer in self.vectors.here:  # it may be suspended, and must not average when it wakes up
                 with suppress(PeerLost):
                     self.vectors.header(peer)[FENCED] = 1
@@ -333,8 +341,8 @@ class GossipThread:
         self._awaited[connection] = buffer
         try:
             connection.receive(bytes_of(buffer))
-        except ConnectionClosed as error:
-            self._drop(connection, str(error))
+        except ConnectionClosed:
+            self._drop(connection)
 
     def _apply(self, action: ApplyHalfDifference) -> None:
         own, received = self._snapshots[action.peer]
@@ -346,15 +354,20 @@ class GossipThread:
             self._log(Op.APPLY_HALF_DIFF, number, action.peer, action.number)
             kernels.add_half_difference(self.shared_weights.vector, received, own)
         self._snapshots[action.peer][1] = None
-        self._free.append(received)
+        self._release(received)
         self._metrics["exchange_s"] += time.monotonic() - self._opened_at.pop(action.peer, time.monotonic())
         if (connection := self.connections.partners.get(action.peer)) is not None:
             connection.send(MessageType.ACK, action.number)
 
     def _discard(self, action: Discard) -> None:
         for tensor in self._snapshots.pop(action.peer, ()):
-            if tensor is not None and len(self._free) < 2:
-                self._free.append(tensor)
+            self._release(tensor)
+        self._opened_at.pop(action.peer, None)
+
+    def _release(self, tensor: Tensor | None) -> None:
+        """Keep up to four vectors for the next exchanges."""
+        if tensor is not None and len(self._free) < 4:
+            self._free.append(tensor)
 
     def _log(self, op: Op, number: int, actor: int, round: int = -1) -> None:
         if self.update_log is not None:
@@ -388,30 +401,37 @@ class GossipThread:
                 transport.close()
                 continue
             if peer in self.connections.partners:
-                self._drop(self.connections.partners[peer], "replaced by a new connection")
+                self._close(self.connections.partners[peer])
+                self._perform(protocol.disconnected(peer, now), False)
             if self.connections.register(peer, transport, answer, protocol.edges[peer].applied):
                 self._perform(protocol.connected(peer, applied, now), False)
 
-    def _drop(self, connection: PeerConnection, reason: str) -> None:
-        """Close a connection. A partner is not failed: the edge is connected again, and its open exchange completed then."""
+    def _close(self, connection: PeerConnection) -> None:
         self.connections.remove(connection)
-        buffer = self._awaited.pop(connection, None)
-        if buffer is not None:
-            self._free.append(buffer)
+        self._release(self._awaited.pop(connection, None))
+
+    def _drop(self, connection: PeerConnection) -> None:
+        """Close a connection. A partner is not failed: the edge is connected again, and its open exchange completed then."""
+        if connection not in self.connections:
+            return
+        self._close(connection)
         if connection.peer is not None and self.protocol is not None and connection.peer in self.protocol.edges:
             self._perform(self.protocol.disconnected(connection.peer, time.monotonic()), False)
             if connection.peer not in self.protocol.failed:
                 self._connect(connection.peer)
 
     def _serve(self, connection: PeerConnection) -> None:
-        """Read and write what is possible now."""
+        """Read and write what is possible now, unless the connection has been replaced since it was selected."""
+        if connection not in self.connections:  # replaced
+            return
         try:
             if connection.writes:
                 connection.flush()
             while connection.reads and (message := connection.read()) is not None:
                 self._on_message(connection, message)
         except (ConnectionClosed, ValueError) as error:
-            self._drop(connection, str(error))
+            logger.debug("rank %d lost its connection to rank %s: %s", self.rank, connection.peer, error)
+            self._drop(connection)
 
     def _on_message(self, connection: PeerConnection, message: Message) -> None:
         """Handle a header, or a message whose payload is complete. Raises ConnectionClosed or ValueError if it is invalid."""
