@@ -134,7 +134,7 @@ class ConnectionSet:
 
     def __contains__(self, connection: PeerConnection) -> bool:
         """Return whether a connection has been registered and neither removed nor replaced."""
-        return connection in self.clients or connection.peer is not None and self.partners.get(connection.peer) is connection
+        return connection in self.clients or (connection.peer is not None and self.partners.get(connection.peer) is connection)
 
     # -- polling -----------------------------------------------------------------------------------------------------
 

@@ -29,12 +29,12 @@ MAX_OWED = 2.0
 MAX_CREDIT = 1.0
 """Exchanges started by partners that count in advance."""
 MAX_OPEN, MAX_SLOW, MAX_UNAPPLIED = 2, 1, 4
-"""Snapshots of this rank that are under way at the same time: of the exchange it has started and of one that it answers; of slow
-exchanges; and of all, because exchanges with new partners turn out to be slow later. Each adds half a difference to w when it
-is complete. With k slow ones at every rank, a difference between two sites is multiplied by about 1 - k, so with more of them
+"""Snapshots of this rank that are under way at the same time: of an exchange it has started and of one that it answers; of slow
+exchanges; of all, because exchanges with new partners turn out to be slow later. Each adds half a difference to w when it is
+complete. With k slow ones at every rank, a difference between two sites is multiplied by about 1 - k, so with more of them
 w would diverge. Only partners that have vanished in the middle of an exchange do not count."""
 SLOW_S, SLOW_FACTOR = 1.0, 4.0
-"""An exchange that takes longer than SLOW_S, and SLOW_FACTOR times as long as usual, is slow: this rank does not wait for it."""
+"""An exchange that takes longer than SLOW_S, and SLOW_FACTOR times as long as usual, is slow: its rank does not wait."""
 MAX_SEARCH = 64
 """Rounds that are looked at for an available partner at once: a step of the training thread must not take long."""
 SUSPECT_S = 3.0
@@ -303,7 +303,7 @@ class GossipProtocol:
         return [e for peer, e in self.edges.items() if e.unapplied and e.connected and peer not in self.suspected]
 
     def _may_open(self, edge: Edge, under_way: list[Edge], now: float) -> bool:
-        """Return whether this rank may take one more snapshot. Slow partners, and new ones that may be slow, wait for each other."""
+        """Return whether one more snapshot may be taken. Slow partners, and new ones that may be slow, wait for each other."""
         slow = sum(self._slow(e, now) for e in under_way)
         if len(under_way) >= MAX_UNAPPLIED or len(under_way) - slow >= MAX_OPEN:
             return False

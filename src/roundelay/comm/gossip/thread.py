@@ -39,7 +39,7 @@ INLINE_LOCK_S, LOCK_S = 0.0005, 0.05
 DRAIN_S = 10.0
 """At the end, an exchange without progress for this time is given up."""
 DRAIN_LIMIT_S = 300.0
-"""At the end, all exchanges are given up after this time, also those on a link that is lost and connected again all the time."""
+"""At the end, all exchanges are given up after this time, also those on a link that is lost again and again."""
 METRICS = ("exchanges", "exchange_s", "distance", "skipped")
 
 
