@@ -77,10 +77,10 @@ class ConnectionSet:
             try:
                 if answer:
                     answer_handshake(transport, self._rank, applied)
-            except ConnectionClosed:
+                connection = Connection(transport)
+            except (ConnectionClosed, OSError):
                 transport.close()
                 return False
-            connection = Connection(transport)
         else:
             connection = transport
         if peer >= 0:
