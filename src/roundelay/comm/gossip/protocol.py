@@ -8,8 +8,8 @@ exchanges is limited to MAX_CREDIT, so that a rank that was averaged often while
 partner is that of the rank's current round. Rounds are a logical clock: they choose partners, and nothing waits for them. A
 round whose partner has failed, is suspected, or already has an exchange with this rank under way is skipped.
 
-An exchange that takes far longer than usual is slow. A rank goes on with other partners meanwhile, but takes part in one slow
-exchange at a time, or the weights would diverge: see MAX_OPEN. Rounds with further slow partners are skipped or answered later.
+An exchange that takes far longer than usual is slow. A rank exchanges with other partners during that time, but takes part in
+one slow exchange at a time, or the weights would diverge: see MAX_OPEN. Further slow partners are skipped or answered later.
 
 Between machines, snapshots on one edge are numbered from 1 in each direction, and those with the same number belong together. A
 rank that receives snapshot n sends its own snapshot n if it has not yet. At most one number is open per edge. Both sides keep

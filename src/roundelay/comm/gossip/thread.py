@@ -7,7 +7,6 @@ training thread never waits for the mutex, a partner or a partner's lock.
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -41,9 +40,6 @@ DRAIN_S = 10.0
 DRAIN_LIMIT_S = 300.0
 """At the end, all exchanges are given up after this time, also those on a link that is lost again and again."""
 METRICS = ("exchanges", "exchange_s", "distance", "skipped")
-
-
-logger = logging.getLogger(__name__)
 
 
 class GossipThread:
@@ -176,8 +172,8 @@ class GossipThread:
             self.raise_if_failed()
             now = time.monotonic()
             with self._mutex:
-                open_edges = [p for p in protocol.open_edges if p in protocol.edges and p not in protocol.failed]
-                return now < end and any(now - protocol.edges[p].progress_at < DRAIN_S for p in open_edges)
+                edges = [protocol.edges[p] for p in protocol.open_edges if p in protocol.edges and p not in protocol.failed]
+            return now < end and any(now - edge.progress_at < DRAIN_S for edge in edges)
 
         wait_until(lambda: not waits(), float("inf"), poll_s=0.001)
 
@@ -365,8 +361,7 @@ class GossipThread:
         self._opened_at.pop(action.peer, None)
 
     def _release(self, tensor: Tensor | None) -> None:
-        """Keep up to four vectors for the next exchanges."""
-        if tensor is not None and len(self._free) < 4:
+        if tensor is not None and len(self._free) < 4:  # for the next exchanges
             self._free.append(tensor)
 
     def _log(self, op: Op, number: int, actor: int, round: int = -1) -> None:
@@ -421,16 +416,15 @@ class GossipThread:
                 self._connect(connection.peer)
 
     def _serve(self, connection: PeerConnection) -> None:
-        """Read and write what is possible now, unless the connection has been replaced since it was selected."""
-        if connection not in self.connections:  # replaced
+        """Read and write what is possible now."""
+        if connection not in self.connections:  # it has been replaced since it was selected
             return
         try:
             if connection.writes:
                 connection.flush()
             while connection.reads and (message := connection.read()) is not None:
                 self._on_message(connection, message)
-        except (ConnectionClosed, ValueError) as error:
-            logger.debug("rank %d lost its connection to rank %s: %s", self.rank, connection.peer, error)
+        except (ConnectionClosed, ValueError):
             self._drop(connection)
 
     def _on_message(self, connection: PeerConnection, message: Message) -> None:
