@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from roundelay.core.contracts import Store
@@ -56,6 +57,7 @@ class Lease:
     incarnation: int = 0
 
     @staticmethod
+    @lru_cache(maxsize=4096)  # ranks without work read the leases of all ranks again and again; leases are immutable
     def parse(text: str | None) -> Lease:
         fields: dict[str, Any] = json.loads(text) if text else {}
         for name in ("begun", "ahead"):
