@@ -7,6 +7,7 @@ BENCHES = {
     "cpu_per_step": "CPU seconds per step of this tree against another checkout",
     "feeding": "rate and memory of archives and loaders",
     "frozen": "what a stopped learner costs the remaining ones",
+    "kill_calls": "SIGKILL at each store call of a learner",
     "kill_matrix": "SIGKILL in every phase of a run, for every strategy",
     "ksteps": "K-step averaging with learning in virtual time",
     "learning": "held-out loss of every strategy against one learner, equal samples",

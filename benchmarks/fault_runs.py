@@ -170,13 +170,18 @@ class Job:
         orphans = [] if hung else self._rest()
         rest_s = round(time.monotonic() - gone, 2)
         self.kill()
-        leaks = sorted(name for name in shm_entries() - self.shm_before if not owned_by_live_process(name))
-        for name in leaks:
-            _remove(SHM / name)
+        leaks = self._leaks()
+        if leaks:  # another run on this machine may have made them a moment ago, and not yet mapped them
+            time.sleep(1.0)
+            leaks = sorted(set(leaks) & set(self._leaks()))
         seconds = self.seconds if not hung else time.monotonic() - self.began
         row: dict[str, Any] = {"code": None if hung else self.code, "seconds": round(seconds, 2), "hung": hung}
         row |= {"orphans": len(orphans), "rest_s": rest_s, "leaks": leaks}
         return {**row, "stacks": stacks} if stacks else row
+
+    def _leaks(self) -> list[str]:
+        """Return the entries of /dev/shm that are new and that no live process has open. They are left where they are."""
+        return sorted(name for name in shm_entries() - self.shm_before if not owned_by_live_process(name))
 
     def _rest(self) -> list[int]:
         return [pid for pid in descendants(os.getpid()) if pid not in spared and (pid != self.pid or self.code is None)]
@@ -202,14 +207,6 @@ class Job:
             if not pids:
                 return
             time.sleep(0.01)
-
-
-def _remove(path: Path) -> None:
-    import shutil
-
-    shutil.rmtree(path, ignore_errors=True)
-    with suppress(OSError):
-        path.unlink()
 
 
 def preload() -> None:

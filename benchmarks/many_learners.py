@@ -1,7 +1,7 @@
 """Many learners of a tiny model on one machine: they start, train and leave.
 
 For every number of learners: seconds to the first gradient and to the end, exit code, samples untrained, processes and shared
-memory left behind, CPU seconds of the launcher, which serves the store, and calls of the store if it counts them.
+memory left behind, CPU seconds of the launcher, which serves the store, and the requests that its store has answered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def run_once(learners: int, args: Any) -> dict[str, Any]:
         "run": run,
     }
     call = fault_runs.cli("train", "frames", *fault_runs.arguments_of(settings), *args.set)
-    job = Job(folder, call, {"OMP_NUM_THREADS": "1"})
+    job = Job(folder, lambda: count_store_calls(folder / "calls.txt", call), {"OMP_NUM_THREADS": "1"})
     cpu, least, until = 0.0, available_gb(), job.began + args.limit
     while job.poll() is None and time.monotonic() < until:
         cpu = max(cpu, own_cpu_seconds(job.pid))
@@ -83,8 +83,8 @@ def run_once(learners: int, args: Any) -> dict[str, Any]:
     row |= {"launcher_cpu_s": round(cpu, 2), "least_available_gb": round(least, 1)}
     row["ranks_that_trained"] = len({r.rank for r in records if r.kind == "graded"})
     row["declared"] = sorted({int(e["lost"]) for e in fault_runs.events_of(run, "lost")})
-    calls = store_calls(run)
-    row |= {"store_calls": calls, "store_calls_per_learner": round(calls / learners, 1) if calls else None}
+    calls = int((folder / "calls.txt").read_text()) if (folder / "calls.txt").exists() else 0
+    row |= {"store_calls": calls, "store_calls_per_learner": round(calls / learners, 1)}
     row["model"] = fault_runs.model_problem(run) or "verified"
     row["problems"] = [key for key in ("hung", "orphans", "leaks", "never", "declared") if row[key]]
     if row["code"] != 0:
@@ -94,10 +94,23 @@ def run_once(learners: int, args: Any) -> dict[str, Any]:
     return row
 
 
-def store_calls(run: Path) -> int | None:
-    """Return the calls of the store in the whole run, if its events count them."""
-    counts = [value for e in fault_runs.events_of(run) for key, value in e.items() if key == "store_calls" and value]
-    return int(sum(counts)) if counts else None
+def count_store_calls(path: Path, call: Callable[[], int]) -> int:
+    """Run a command that serves a store; write the number of requests that its store has answered."""
+    from roundelay.fleet.embedded_store import EmbeddedStore
+
+    answer, close = EmbeddedStore._answer, EmbeddedStore.close
+    calls = [0]
+
+    def counted(*arguments: Any) -> None:
+        calls[0] += 1
+        answer(*arguments)
+
+    def closed(self: EmbeddedStore) -> None:
+        path.write_text(str(calls[0]))
+        close(self)
+
+    EmbeddedStore._answer, EmbeddedStore.close = counted, closed  # type: ignore[method-assign]
+    return call()
 
 
 def own_cpu_seconds(pid: int) -> float:

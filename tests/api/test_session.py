@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from roundelay.api.session import Session
+from roundelay.engine.sharding import DynamicSharding
 from roundelay.errors import UsageError
 from roundelay.launch.context import DistributedContext, single_process_context
 from roundelay.launch.threads import run_threads
@@ -104,3 +106,54 @@ def test_learning_rate_of_a_torch_scheduler_is_used(own_loader: bool) -> None:
             weights.append(worker.w.clone())
     assert weights[0].norm() > 0
     assert torch.allclose(weights[1], weights[0] / 2)
+
+
+# ------------------------------------------------------------------------------------------------- leaving the loop early
+
+SAMPLES, BATCH = 60, 4
+
+
+def leave_early(context: DistributedContext, leaving: list[int], when: str) -> list[int]:
+    """Train on `range(SAMPLES)`; the ranks in `leaving` leave at their first batch. Return the samples that were trained."""
+    session, module, _ = create_session(context, strategy="adpsgd")
+    data = [(torch.full((4,), float(n)), torch.tensor(n % 3)) for n in range(SAMPLES)]
+    trained: list[int] = []
+    with session:
+        loader = session.loader(data, batch_size=BATCH)  # this reference keeps the iterator open until the end of the session
+        for batch in loader if when != "never iterates" or context.rank not in leaving else ():
+            if context.rank in leaving and when == "before step":
+                break
+            session.step(partial(loss_of, module, batch.x * 0, batch.y), samples=len(batch))
+            trained += batch.x[:, 0].int().tolist()
+            if context.rank in leaving and when != "before step":
+                break
+    return trained
+
+
+@pytest.mark.parametrize("when", ["before step", "after step", "never iterates"])
+def test_the_other_rank_trains_what_a_rank_that_breaks_has_not(when: str) -> None:
+    trained = run_threads(leave_early, [0], when, size=2, timeout_s=30.0)
+    assert sorted(trained[0] + trained[1]) == list(range(SAMPLES)), "each sample once"
+    assert len(trained[0]) <= BATCH
+
+
+@pytest.mark.parametrize("when", ["before step", "after step", "never iterates"])
+def test_a_session_that_all_ranks_leave_early_ends(when: str) -> None:
+    trained = run_threads(leave_early, [0, 1], when, size=2, timeout_s=30.0)
+    assert all(len(samples) <= BATCH for samples in trained)
+
+
+def test_break_returns_the_leases_at_once() -> None:
+    """Other ranks must not wait for them while this rank evaluates, for example."""
+    session, _, _ = create_session(single_process_context("cpu"), strategy="adpsgd")
+    with session:
+        for _ in session.loader([(torch.zeros(4), torch.tensor(0))] * 6, batch_size=2):
+            break
+        sharding = session.learner.sharding
+        assert isinstance(sharding, DynamicSharding)
+        assert sharding.table.lease.idle
+        assert covered(sharding.table.returned) >= {0, 1}
+
+
+def covered(spans: Iterable[tuple[int, int]]) -> set[int]:
+    return {n for start, stop in spans for n in range(start, stop)}

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from roundelay.comm.torch_backend import gloo
 from roundelay.comm.torch_store import TorchStore
 from roundelay.errors import PeerLost
-from roundelay.fleet.store import JobStore, connect_store, serve_store
+from roundelay.fleet.store import JobStore, StoreClient, connect_store, serve_store
 
 
 @pytest.fixture
@@ -60,17 +60,38 @@ def test_a_wait_ends_by_its_deadline_or_by_a_failure(job_store: JobStore) -> Non
         gloo(job_store, "broken", 0, 2, "127.0.0.1", 60.0, fail)
 
 
-def test_gloo_meets_through_the_store(job_store: JobStore) -> None:
+class CountingClient:
+    """A client of the store that counts its calls."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self.client, self.calls = client, 0
+
+    def call(self, operation: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        self.calls += 1
+        return self.client.call(operation, *arguments, wait_s=wait_s)
+
+    def wait(self, seconds: float, keys: list[str]) -> bool:
+        self.calls += 1
+        return self.client.wait(seconds, keys)
+
+
+@pytest.mark.parametrize("size", [3, 12])
+def test_gloo_meets_through_the_store_with_a_constant_number_of_calls_per_rank(job_store: JobStore, size: int) -> None:
     sums: dict[int, torch.Tensor] = {}
+    clients = [CountingClient(job_store.client.clone()) for _ in range(size)]
+    waits: list[int] = []
 
     def run(rank: int) -> None:
-        group = gloo(job_store.clone(), "all", rank, 3, "127.0.0.1", 20.0)
+        store = JobStore(clients[rank], "job/")  # type: ignore[arg-type]
+        group = gloo(store, "all", rank, size, "127.0.0.1", 20.0, lambda: waits.append(rank))
         sums[rank] = torch.full((4,), float(rank))
         group.allreduce([sums[rank]]).wait()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert [sums[rank].tolist() for rank in range(3)] == [[3.0] * 4] * 3
+    assert [sums[rank].tolist() for rank in range(size)] == [[sum(range(size))] * 4] * size
+    for rank, client in enumerate(clients):
+        assert client.calls - waits.count(rank) <= 3, "set, wait, get_many"

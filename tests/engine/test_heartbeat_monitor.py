@@ -98,25 +98,22 @@ def test_a_job_that_another_rank_has_aborted_ends_at_the_next_step() -> None:
     for each in (first, second):
         each.start()
         each.heartbeat()
-    try:
-        raise DataError("the loss must be finite (got nan)", where="rank 1")
-    except DataError:
-        second.stop()
+    second.stop(DataError("the loss must be finite (got nan)", where="rank 1"))
     first.heartbeat()
     with pytest.raises(PeerLost, match=r"another rank stopped the run: the loss must be finite .got nan."):
         first.raise_if_fenced()
 
 
-def test_leaving_publishes_that_the_rank_has_left_unless_an_error_is_on_its_way() -> None:
+def test_leaving_publishes_that_the_rank_has_left_or_its_error() -> None:
     store = LocalStore()
     (first, _), (second, _) = monitor(store, 0), monitor(store, 1)
     for each in (first, second):
         each.start()
         each.heartbeat()
-    first.stop()
-    assert json.loads(store.get("heartbeat/0") or "") == {"left": True}
     try:
-        raise ValueError("broken")
-    except ValueError:
-        second.stop()
+        raise RuntimeError("of the caller, who handles it by training here")
+    except RuntimeError:
+        first.stop()
+    assert json.loads(store.get("heartbeat/0") or "") == {"left": True}
+    second.stop(ValueError("broken"))
     assert StoreMembership(store).failed_ranks() == {1: "ended with ValueError: broken"}

@@ -15,6 +15,7 @@ import torch
 
 from roundelay.core.files import digest
 from roundelay.engine import checkpoint
+from roundelay.engine.background import BackgroundCalls
 from roundelay.engine.checkpoint import ABANDONED, Checkpoints
 from roundelay.engine.evaluator import Evaluator
 from roundelay.engine.finishing import MODEL_CHOSEN, Finisher, write_model
@@ -203,6 +204,63 @@ def test_waiting_for_results_costs_the_training_thread_no_store_call() -> None:
     assert "store-watch" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.usefixtures("small_files")
+def test_a_distant_store_delays_no_gradient_by_a_checkpoint(tmp_path: Path) -> None:
+    local = LocalStore()
+    store = JobStore(SlowClient(local, 0.1))  # type: ignore[arg-type]
+    watch, background = StoreWatch(store), BackgroundCalls(store)
+    checkpoints = Checkpoints(tmp_path, learner(store, 0, 1), 9, {}, watch, background)
+    began = time.perf_counter()
+    checkpoints.save(100)
+    checkpoints.save(200)
+    checkpoints.poll()
+    assert time.perf_counter() - began < 0.1  # one call takes as long
+    deadline = time.monotonic() + 20
+    while checkpoints.waiting and time.monotonic() < deadline:
+        checkpoints.poll()
+        time.sleep(0.01)
+    assert checkpoints.complete == [(100, 0.5), (200, 0.5)]
+    assert names(tmp_path) == {"samples-000000000100", "samples-000000000200"}
+    watch.close()
+    background.close()
+
+
+@pytest.mark.usefixtures("small_files")
+def test_an_error_in_the_background_reaches_the_training_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Checkpoints, partial: Path, position: int, ranks: list[int]) -> dict[str, Any]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "write_manifest", full)
+    store = JobStore(SlowClient(LocalStore(), 0.001))  # type: ignore[arg-type]
+    checkpoints = Checkpoints(tmp_path, learner(store, 0, 1), 9, {})
+    checkpoints.save(100)
+    with pytest.raises(DataError, match="No space left"):
+        checkpoints.background.wait()
+    checkpoints.save(200)
+
+    def poll() -> None:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            checkpoints.poll()
+
+    with pytest.raises(DataError, match="No space left"):
+        poll()
+    checkpoints.background.close()
+    checkpoints.watch.close()
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_shard_that_was_written_after_the_position_was_settled_is_deleted(tmp_path: Path) -> None:
+    store = LocalStore()
+    store.set("complete/100", ABANDONED)
+    checkpoints = Checkpoints(tmp_path, learner(store, 0, 2), 9, {})
+    checkpoints.save(100)
+    checkpoints.poll()
+    assert not checkpoints.waiting
+    assert names(tmp_path) == set()
+    assert store.get("saved/100") is None
+
+
 @pytest.mark.parametrize("size", [3, 50])
 def test_an_evaluation_is_added_up_with_a_constant_number_of_store_calls(size: int) -> None:
     store = CountingStore()
@@ -211,7 +269,7 @@ def test_an_evaluation_is_added_up_with_a_constant_number_of_store_calls(size: i
         store.set(f"evaluated/10/{r}", json.dumps({"parts": {"loss": [2.0, 1.0]}, "effective": None, "seconds": 0.0}))
     evaluator._pending["evaluated/10", 10] = None
     store.new_calls()
-    evaluator._try_to_add_up("evaluated/10", 10)
+    evaluator._try_to_add_up("evaluated/10", 10, None)
     assert store.new_calls() <= 5
     assert json.loads(store.get("evaluated/10/result") or "{}")["metrics"] == {"loss": 2.0}
 

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roundelay.engine import node_leases
 from roundelay.engine.sharding import (
     BatchLease,
     DynamicSharding,
@@ -22,6 +24,7 @@ from roundelay.engine.sharding import (
     merge_ranges,
     uncovered_ranges,
 )
+from roundelay.errors import PeerLost
 from roundelay.fleet.store import LocalStore
 
 
@@ -184,12 +187,83 @@ def test_leases_of_failed_ranks_are_returned(scenario: Scenario, data: st.DataOb
     assert sorted(everything) == list(range(scenario.first, scenario.total))
 
 
+@given(scenarios(), st.data())
+def test_samples_that_a_rank_gives_up_are_leased_again(scenario: Scenario, data: st.DataObject) -> None:
+    size = len(scenario.batches) + 1
+    scenario = Scenario(
+        scenario.samples, scenario.total, [*scenario.batches, 2], [[r] for r in range(size)], scenario.first
+    )  # fmt: skip
+    ranks = shardings(scenario, LocalStore())
+    drawn_leases = take(iter(ranks[0]), data.draw(st.integers(0, 4)), scenario)
+    begun = drawn_leases[: data.draw(st.integers(0, len(drawn_leases)))]
+    completed = begun[: data.draw(st.integers(0, len(begun)))]
+    for lease in begun:
+        assert ranks[0].begin(lease)
+    for lease in completed:
+        ranks[0].complete(lease.span)
+    for _ in range(2):
+        ranks[0].give_up()
+    leases = in_threads(ranks[1:])
+    everything = indices(scenario, completed) + [p for rank in leases for p in indices(scenario, rank)]
+    assert sorted(everything) == list(range(scenario.first, scenario.total))
+
+
 def take(leases: Iterator[BatchLease], count: int, scenario: Scenario) -> list[BatchLease]:
     """Take the first leases while any are left: an idle rank would wait for all other ranks."""
     first: list[BatchLease] = []
     while len(first) < count and sum(c.step_info.local_samples for c in first) < scenario.total - scenario.first:
         first.append(next(leases))
     return first
+
+
+def test_a_gap_is_trained_although_the_rank_that_fenced_the_failed_one_has_gone() -> None:
+    scenario, store = Scenario(4, 12, [1, 1, 1], [[0], [1], [2]]), LocalStore()
+    dead, unaware = shardings(scenario, store)[:2]
+    aware = DynamicSharding(scenario.plan(2), store, failed=lambda: [0])
+    dead.table.start(0, [])
+    assert dead.table.advance(1) == 0  # it dies between the counter and its lease
+    aware.table.start(0, [])
+    aware._give_back()
+    aware._write(over=True)
+    leases = in_threads([unaware])[0]
+    assert sorted(indices(scenario, leases)) == list(range(12))
+
+
+def test_the_store_keeps_few_leases_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_leases, "KEPT_LEASES", 20)
+    scenario, store = Scenario(50, 200, [1, 1], [[0, 1]]), LocalStore()
+    leader, follower = shardings(scenario, store)
+    spans, longest = [], 0
+    for lease, other in zip(leader, follower, strict=True):
+        assert leader.begin(lease)
+        leader.complete(lease.span)
+        spans.append(other.span)
+        longest = max(longest, len(store.list("machine/")))
+        assert lease.span == other.span
+    assert spans == [(start, start + 2) for start in range(0, 200, 2)]
+    assert longest <= 22, "the newest leases, the number of the last deleted one and the end"
+    with pytest.raises(PeerLost, match="rank is more than 20 batches behind rank 0"):
+        next(iter(shardings(scenario, store)[1]))
+
+
+def test_a_rank_that_follows_its_leader_waits_with_few_store_calls() -> None:
+    class CountingStore(LocalStore):
+        reads = 0
+
+        def get_many(self, keys: Sequence[str]) -> dict[str, str | None]:
+            type(self).reads += threading.current_thread() is waiting
+            return super().get_many(keys)
+
+    scenario, store = Scenario(4, 4, [1, 1], [[0, 1]]), CountingStore()
+    spans: list[Span] = []
+    waiting = threading.Thread(target=lambda: spans.extend(lease.span for lease in shardings(scenario, store)[1]), daemon=True)
+    waiting.start()
+    waiting.join(1.0)
+    assert store.reads <= 10, "it waits for a change of the key, or for FOLLOW_S"
+    store.set("machine/0/1", "[0, 2]")
+    store.set("machine/0/2", "null")
+    waiting.join(20)
+    assert spans == [(0, 2)]
 
 
 @given(scenarios())

@@ -216,3 +216,25 @@ def test_time_in_which_the_client_was_suspended_does_not_count(monkeypatch: pyte
     monkeypatch.undo()
     store.close()
     server.close()
+
+
+def test_a_silent_server_has_the_whole_time_and_one_that_closes_the_connection_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended launcher is silent: it has UNIX_TIMEOUT_S. One attempt takes at most half of that."""
+    clock, late = time.monotonic, [0.0]
+
+    def attempt(error: type[OSError]) -> Any:
+        def fail(self: Any, timeout_s: float) -> None:
+            self._due = store_client.time.monotonic() + timeout_s
+            late[0] += timeout_s if error is TimeoutError else 0.0
+            raise error
+
+        return fail
+
+    monkeypatch.setattr(store_client.time, "sleep", lambda seconds: late.__setitem__(0, late[0] + seconds))
+    monkeypatch.setattr(store_client.time, "monotonic", lambda: clock() + late[0])
+    for error, least_s, most_s in ((TimeoutError, 55.0, 61.0), (ConnectionResetError, 7.0, 9.0)):
+        client = store_client.StoreClient("unix:/nowhere")
+        monkeypatch.setattr(store_client._Connection, "open", attempt(error))
+        began = late[0]
+        assert isinstance(raised(lambda client=client: client.call("get", "key")), PeerLost)
+        assert least_s < late[0] - began < most_s

@@ -111,6 +111,31 @@ def test_reports_are_read_again_only_after_a_new_one() -> None:
     assert membership.abort == "bad data"
 
 
+def test_a_reply_that_arrives_late_removes_no_failure() -> None:
+    class LateStore(LocalStore):
+        """A store whose reply to one `list` arrives only after other calls."""
+
+        def list(self, prefix: str) -> dict[str, str]:
+            reply = super().list(prefix)
+            if threading.current_thread() is slow:
+                asked.set()
+                assert go_on.wait(20)
+            return reply
+
+    store, asked, go_on = LateStore(), threading.Event(), threading.Event()
+    membership = StoreMembership(store)
+    slow = threading.Thread(target=membership.failed_ranks, daemon=True)
+    slow.start()
+    assert asked.wait(20)
+    membership.report(2, "killed")
+    membership.report(2, "killed again", incarnation=2)
+    assert membership.refresh() == {2: "killed again"}
+    go_on.set()
+    slow.join(20)
+    assert membership.cached == membership.refresh() == {2: "killed again"}
+    assert membership.failure_of(2, 2) == "killed again"
+
+
 def test_a_wait_for_a_key_ends_when_an_awaited_rank_fails() -> None:
     store = LocalStore()
     timer = threading.Timer(0.1, StoreMembership(store).report, (2, "killed"))

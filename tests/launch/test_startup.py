@@ -7,11 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 import roundelay
+from roundelay.core.settings import common_settings
+from roundelay.engine.config import TrainConfig
 from roundelay.errors import PeerLost, RoundelayError, UsageError
 from roundelay.fleet.membership import StoreMembership
 from roundelay.fleet.store import LocalStore
@@ -81,6 +84,45 @@ def test_settings_that_differ_are_named_with_both_values() -> None:
 
 def test_a_setting_of_only_one_rank_is_a_difference() -> None:
     assert_same(agree({"lr": 0.1}, {}), UsageError, "lr must be equal")
+
+
+LOCAL = {"bind_address", "device", "learners", "loader_kind", "num_workers", "progress", "store_port"}
+"""The settings that may differ between ranks."""
+
+
+def test_few_settings_are_local() -> None:
+    assert {field.name for field in fields(TrainConfig)} - set(common_settings(TrainConfig())) == LOCAL
+
+
+@pytest.mark.parametrize("key", sorted({field.name for field in fields(TrainConfig)} - LOCAL))
+def test_every_setting_that_is_not_local_is_compared(key: str) -> None:
+    value = getattr(TrainConfig(), key)
+    different = not value if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else type(value)()
+    different = {"a": 1} if value == {} else "other" if value == "" else different
+    other = common_settings(replace(TrainConfig(), **{key: different}))
+    same = common_settings(TrainConfig())
+    rows = f"rank 0: {json.dumps(value)}, rank 2: {json.dumps(different)}"
+    assert_same(agree(same, same, other, test_links=False), UsageError, f"{key} must be equal on all ranks ({rows})")
+
+
+def test_local_settings_may_differ() -> None:
+    other = common_settings(TrainConfig(device="cpu", num_workers=3, bind_address="auto", progress="none", learners=7))
+    results = agree(common_settings(TrainConfig()), other, test_links=False)
+    assert all(isinstance(result, list) for result in results)
+
+
+def test_different_releases_refuse_each_other_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions, lock = iter(["1.0", "1.0", "1.1"]), threading.Lock()
+
+    def description(*args: Any) -> dict[str, Any]:
+        with lock:
+            return original(*args) | {"versions": {"roundelay": next(versions)}}
+
+    original = startup.describe_rank
+    monkeypatch.setattr(startup, "describe_rank", description)
+    results = agree({}, {}, {}, test_links=False)
+    assert_same(results, UsageError, "roundelay must be equal on all ranks (rank 0: 1.")
+    assert results[0].where == "versions, roundelay"
 
 
 def test_versions_that_differ_are_named() -> None:

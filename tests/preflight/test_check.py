@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import TORCHRUN, Jobs
+from command import ROUNDELAY, TORCHRUN, Jobs
 
 from roundelay.cli import check, main
+from roundelay.errors import PeerLost, RoundelayError
+from roundelay.fleet.membership import StoreMembership
+from roundelay.fleet.store import LocalStore
 from roundelay.preflight import links, machine
 from roundelay.preflight.links import MeasuredLink
 
@@ -63,6 +71,96 @@ def test_many_ranks_measure_only_the_ring_and_rank_0() -> None:
     assert links.pairs(3) == [(0, 1), (0, 2), (1, 2)]
     many = links.pairs(20)
     assert {(r, r + 1) for r in range(19)} | {(0, r) for r in range(1, 20)} == set(many)
+
+
+def at_once(*calls: Callable[[], object]) -> list[object]:
+    """Make the calls in threads; return the result or the error of each, or None if one does not end within 30 s."""
+    results: list[object] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except RoundelayError as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_links_are_measured_between_threads() -> None:
+    store = LocalStore()
+    first, *others = at_once(*(lambda r=r: links.measure_links(store, r, 3, "127.0.0.1", 20.0) for r in range(3)))
+    assert [(link.a, link.b, link.error) for link in first] == [(0, 1, ""), (0, 2, ""), (1, 2, "")]  # type: ignore[attr-defined]
+    assert others == [[], []]
+
+
+@pytest.mark.parametrize("died", [0, 1, 2])
+def test_a_rank_that_dies_ends_the_measurement_on_the_others(died: int) -> None:
+    """Rank 0 connects to both others, rank 1 serves and connects, rank 2 serves."""
+    store, began = LocalStore(), time.monotonic()
+    timer = threading.Timer(0.2, StoreMembership(store).report, (died, "killed by signal SIGKILL"))
+    timer.start()
+    living = [r for r in range(3) if r != died]
+    for error in at_once(*(lambda r=r: links.measure_links(store, r, 3, "127.0.0.1", 600.0) for r in living)):
+        assert isinstance(error, PeerLost)
+        assert f"rank {died} (killed by signal SIGKILL) was lost" in str(error)
+    assert time.monotonic() - began < 25
+    timer.join()
+
+
+def test_a_rank_that_stops_in_the_middle_of_a_measurement_ends_it_once_it_is_declared_failed() -> None:
+    store = LocalStore()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store.set("listener/1", json.dumps(["127.0.0.1", silent.getsockname()[1]]))
+        timer = threading.Timer(0.3, StoreMembership(store).report, (1, "no heartbeat"))
+        timer.start()
+        (error,) = at_once(lambda: links.measure_links(store, 0, 2, "127.0.0.1", 600.0))
+    assert isinstance(error, PeerLost)
+    assert "rank 1 (no heartbeat) was lost" in str(error)
+    timer.join()
+
+
+def test_a_measurement_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "PAIR_TIMEOUT_S", 0.1)
+    (result,) = at_once(lambda: links.measure_links(LocalStore(), 1, 2, "127.0.0.1", 0.1))
+    assert result == [], "no client appears, and no failure is reported"
+
+
+def test_a_run_directory_that_is_not_shared_is_a_failure(tmp_path: Path) -> None:
+    store = LocalStore()
+    with machine.shared_folder_marker(store, str(tmp_path / "a" / "run")):
+        assert machine.check_shared_folder(store, str(tmp_path / "b" / "run"), 1, 5.0).state == "ok"
+        (tmp_path / "c").mkdir()
+        row = machine.check_shared_folder(store, str(tmp_path / "c" / "run"), 1, 5.0)
+    assert (row.state, row.code) == ("failure", 2)
+    assert "disk that all machines share" in row.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["c"], "no file is left"
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+def test_a_learner_that_is_killed_during_a_check_is_named(jobs: Jobs) -> None:
+    job = jobs.start(ROUNDELAY, "check", "learners=3", "timeout_s=100")
+    job.until(lambda: 1 in job.learners(), "learner 1")
+    os.kill(job.learners()[1], signal.SIGKILL)
+    assert "rank 1 (killed by signal SIGKILL) was lost" in job.end(60).expect(4).err
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+def test_a_check_compares_the_settings_of_all_ranks(jobs: Jobs) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        jobs.start(ROUNDELAY, "check", f"momentum=0.{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **env) for rank in (0, 1)
+    ]
+    for rank in ranks:
+        assert "momentum must be equal on all ranks (rank 0: 0.0, rank 1: 0.1)" in rank.end(100).expect(2).err
 
 
 @pytest.mark.dist

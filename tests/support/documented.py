@@ -199,6 +199,8 @@ CANNOT: dict[str, str] = {
     "python -m benchmarks.calibrate --check": "takes many minutes; parts: tests/benchmarks/test_calibrate.py",
     "tail -f slurm-12345.txt": "follows a file until it is stopped",
     "python -m benchmarks.kill_matrix --most 130 --json": FAULTS,
+    "python -m benchmarks.kill_calls --json": FAULTS,
+    "python -m benchmarks.kill_calls --ranks 2 --second --json": FAULTS,
     "python -m benchmarks.frozen --json": FAULTS,
     "sudo python -m benchmarks.network_faults --json": FAULTS,
     "python -m benchmarks.time_sliced --learners 4,8 --runs 5 --json": "takes ten minutes",

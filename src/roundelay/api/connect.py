@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roundelay.core.settings import common_settings
 from roundelay.engine.config import EngineConfig
 from roundelay.launch.context import (
     DistributedContext,
@@ -27,5 +28,5 @@ def connect(options: EngineConfig, device: str) -> DistributedContext:
         failure_s=options.failure_s,
         device=device,
         simulate_nodes=options.simulate_nodes,
-        digest={"strategy": options.strategy, "topology": options.topology, "seed": options.seed},
+        digest=common_settings(options),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,8 @@ from roundelay.data.epoch_order import epoch_order
 from roundelay.engine.config import EngineConfig
 from roundelay.engine.learner import Learner
 from roundelay.engine.sharding import BatchLease, DynamicSharding
-from roundelay.errors import DataError, UsageError
+from roundelay.errors import DataError, PeerLost, UsageError
+from roundelay.fleet.leases import LeaseTable
 from roundelay.launch.context import DistributedContext
 from roundelay.metrics.events import EventLog
 from roundelay.strategies.base import Strategy
@@ -31,7 +33,8 @@ class Session:
 
     Under torchrun, mpirun or srun every process creates a session; without a launcher the process trains alone. All ranks
     start from rank 0's weights. At the end of the block the module holds the average of all live ranks' models. Creating,
-    entering and leaving a session are collective calls, and a session belongs to one thread.
+    entering and leaving a session are collective calls, and a session belongs to one thread. A process may open several
+    sessions, one after another; all ranks must open them in the same order.
 
     Args:
         module: The model. Its parameters become views of one flat vector.
@@ -55,12 +58,13 @@ class Session:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         self.options = EngineConfig(strategy=name, **settings)
         context = context or connect(self.options, str(next(module.parameters()).device))
-        events = None
-        if run is not None:
-            Path(run).mkdir(parents=True, exist_ok=True)
-            events = EventLog(Path(run) / "events.jsonl", context.rank)
         instance = None if isinstance(strategy, str) else strategy
-        self.learner = Learner(context, module, optimizer, self.options, events, instance)
+        with closing_after_error(context):
+            events = None
+            if run is not None:
+                Path(run).mkdir(parents=True, exist_ok=True)
+                events = EventLog(Path(run) / "events.jsonl", context.rank)
+            self.learner = Learner(context, module, optimizer, self.options, events, instance)
         self._lease: BatchLease | None = None
         self._uses_own_loader = False
 
@@ -79,20 +83,31 @@ class Session:
         return self.learner.steps
 
     def __enter__(self) -> Session:
-        self.learner.start()
+        with closing_after_error(self.learner):
+            self.learner.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.learner.__exit__(kind, error, trace)
+        try:
+            if error is None:
+                self._give_up_samples()
+                self.learner.finish()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self.learner.close(error)
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def loader(self, dataset: Any, batch_size: int = 64, epochs: float = 1.0) -> Iterator[TensorBatch]:
         """Yield this rank's batches of a dataset, which needs `len` and indexing.
 
-        All ranks together see each sample once per epoch.
+        All ranks together see each sample once per epoch. Call `step` once per batch, also for an empty one. May be called once
+        per session.
 
-        Call `step` once per batch, also for an empty one. May be called once per session.
+        With a strategy that survives failures a rank may leave the loop early, with `break` for example: the other ranks train
+        the samples that it has leased and not trained. With other strategies all ranks must leave at the same batch.
         """
         if self.learner.sharding is not None:
             raise UsageError(
@@ -103,17 +118,29 @@ class Session:
             raise DataError("the dataset must not be empty (got 0 samples)", where="Session.loader")
         sharding = self.learner.shard(samples, round(samples * epochs), [batch_size] * self.size)
         orders: dict[int, Any] = {}
-        for lease in sharding:
-            if isinstance(sharding, DynamicSharding) and not sharding.begin(lease):
-                continue  # another rank has taken it over
-            if lease.epoch not in orders:
-                orders = {lease.epoch: epoch_order(self.options.seed, lease.epoch, samples)}
-            self._lease = lease
-            yield stack_samples(dataset, orders[lease.epoch][lease.start : lease.stop])
-            if self._lease is not None:
-                raise UsageError(
-                    "step() must be called once per batch (got no call)", where="Session.loader", hint="call session.step()"
-                )
+        try:
+            for lease in sharding:
+                if isinstance(sharding, DynamicSharding) and not sharding.begin(lease):
+                    continue  # another rank has taken it over
+                if lease.epoch not in orders:
+                    orders = {lease.epoch: epoch_order(self.options.seed, lease.epoch, samples)}
+                self._lease = lease
+                yield stack_samples(dataset, orders[lease.epoch][lease.start : lease.stop])
+                if self._lease is not None:
+                    raise UsageError(
+                        "step() must be called once per batch (got no call)", where="Session.loader", hint="call session.step()"
+                    )
+        finally:
+            with suppress(PeerLost):  # the next call of the session raises it
+                self._give_up_samples()
+
+    def _give_up_samples(self) -> None:
+        """Let the other ranks train the samples that this rank has leased and not trained; lease no more."""
+        learner = self.learner
+        if isinstance(learner.sharding, DynamicSharding):
+            learner.sharding.give_up()
+        elif learner.strategy.traits.sharding == "dynamic":  # without a lease: the other ranks wait until this rank is over
+            LeaseTable(learner.job.store, self.rank).give_up()
 
     def join_uneven(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the items of any loader, once per epoch; the loaders of different ranks may have different lengths.
@@ -194,6 +221,16 @@ class Session:
             counts = size * learner.job.all_reduce_mean(counts).wait()
             global_samples, node_samples = round(float(counts.sum())), round(float(counts[learner.machine].sum()))
         return StepInfo(samples, node_samples, global_samples, learner.position)
+
+
+@contextmanager
+def closing_after_error(resource: DistributedContext | Learner) -> Iterator[None]:
+    """Close a context or a learner if the block raises, so that the other ranks learn why this rank has left."""
+    try:
+        yield
+    except BaseException as error:
+        resource.close(error)
+        raise
 
 
 class TensorBatch:

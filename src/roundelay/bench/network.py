@@ -49,16 +49,13 @@ def main(argv: Sequence[str]) -> int:
     task, settings = load_task(args.inputs)
     batch, seconds = int(str(settings.batch)), 0.5 if args.quick else 5.0
     if under_launcher():
-        context = context_from_env(
+        with context_from_env(
             backend="torch", bind_address=settings.bind_address, timeout_s=TIMEOUT_S, device="cpu", simulate_nodes=0, digest={}
-        )
-        try:
+        ) as context:
             address = os.environ.get("MASTER_ADDR", "127.0.0.1")
             host = local_address_towards(address, 0) if settings.bind_address == "auto" else settings.bind_address
             ranks, machines = measure_rank(context, task, batch, seconds, host), context.machines
             is_first = context.rank == 0
-        finally:
-            context.close()
         if not is_first:
             return 0
     else:

@@ -7,7 +7,8 @@ import json
 import os
 import socket
 import sys
-import time
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from roundelay.errors import PeerLost
 
 if TYPE_CHECKING:
     from roundelay.config import TrainConfig
+    from roundelay.fleet.store import JobStore
     from roundelay.preflight.links import MeasuredLink
     from roundelay.preflight.machine import CheckResult
 
@@ -32,33 +34,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_as_rank(settings: TrainConfig) -> tuple[int, list[CheckResult], list[MeasuredLink]]:
     """Check this machine and measure the links to all ranks. All ranks must call it; rank 0 returns the results of all."""
-    from roundelay.fleet.store import wait_for_key
-    from roundelay.launch.rendezvous import local_address_towards, store_from_env
-    from roundelay.preflight.links import agree_and_measure
-    from roundelay.preflight.machine import CheckResult, check_address, check_machine
+    from roundelay.fleet.heartbeat import Heartbeats
+    from roundelay.launch.context import let_other_ranks_read, publish_heartbeats
+    from roundelay.launch.environment import read_launcher_env
+    from roundelay.launch.rendezvous import store_from_env
 
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    variables = read_launcher_env(os.environ)
+    rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    address, port = variables.get("MASTER_ADDR", "127.0.0.1"), int(variables.get("MASTER_PORT", "29500"))
     keep: list[Any] = []
     store = store_from_env(os.environ, rank, address, port, settings.bind_address, settings.timeout_s, keep)
-    machine = os.environ.get("GROUP_RANK") or socket.gethostname()
+    heartbeats = Heartbeats(store, rank, size, settings.failure_s)
+    stop_heartbeats = publish_heartbeats(heartbeats)
+    try:
+        return rank, *_check_with_other_ranks(settings, store, rank, size, variables)
+    finally:
+        stop_heartbeats()
+        heartbeats.leave(sys.exc_info()[1])
+        let_other_ranks_read(store, size, serves=bool(keep))
+
+
+def _check_with_other_ranks(
+    settings: TrainConfig, store: JobStore, rank: int, size: int, variables: Mapping[str, str]
+) -> tuple[list[CheckResult], list[MeasuredLink]]:
+    """Return the results of all ranks on rank 0, nothing elsewhere. Raises PeerLost once a rank has failed."""
+    from roundelay.core.settings import common_settings
+    from roundelay.fleet.store import wait_for_key
+    from roundelay.launch.rendezvous import local_address_towards
+    from roundelay.preflight.links import agree_and_measure
+    from roundelay.preflight.machine import (
+        CheckResult,
+        check_address,
+        check_machine,
+        check_shared_folder,
+        shared_folder_marker,
+    )
+
+    address, port = variables.get("MASTER_ADDR", "127.0.0.1"), int(variables.get("MASTER_PORT", "29500"))
+    machine = variables.get("GROUP_RANK") or socket.gethostname()
     here = local_address_towards(address, port) if settings.bind_address == "auto" else settings.bind_address
-    infos, links = agree_and_measure(store, rank, size, machine, here, settings.timeout_s)
-    rows = [check_address(here, address, port)]
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        rows = [*check_machine(settings), *rows]
-    store.set(f"results/{rank}", json.dumps([asdict(row) for row in rows]))
-    if rank != 0:
-        wait_for_key(store, "read", settings.timeout_s, rank)
-        return rank, [], []
-    results = [CheckResult("store", f"{store.client.address}, {size} ranks on {len({i['machine'] for i in infos})} machine(s)")]
-    for other in range(size):
-        posted = json.loads(wait_for_key(store, f"results/{other}", settings.timeout_s, rank))
-        results += [CheckResult(**{**row, "name": f"rank {other}: {row['name']}"}) for row in posted]
-    results += link_results(links)
-    store.set("read", "1")
-    time.sleep(0.2 * bool(keep))  # the other ranks read this key from the store, which ends with this process
-    return rank, results, links
+    with shared_folder_marker(store, settings.run) if rank == 0 else nullcontext():
+        infos, links = agree_and_measure(store, rank, size, machine, here, settings.timeout_s, common_settings(settings))
+        rows = [check_address(here, address, port)]
+        if int(variables.get("LOCAL_RANK", "0")) == 0:
+            rows = [*check_machine(settings), *rows]
+            if rank != 0 and settings.run:
+                rows.append(check_shared_folder(store, settings.run, rank, settings.timeout_s))
+        store.set(f"results/{rank}", json.dumps([asdict(row) for row in rows]))
+        others = set(range(size)) - {rank}
+        if rank != 0:
+            wait_for_key(store, "read", settings.timeout_s, rank, awaited=others)
+            return [], []
+        where = f"{store.client.address}, {size} ranks on {len({i['machine'] for i in infos})} machine(s)"
+        results = [CheckResult("store", where)]
+        for other in range(size):
+            posted = json.loads(wait_for_key(store, f"results/{other}", settings.timeout_s, rank, awaited=others))
+            results += [CheckResult(**{**row, "name": f"rank {other}: {row['name']}"}) for row in posted]
+        store.set("read", "1")
+    return results + link_results(links), links
 
 
 def link_results(links: list[MeasuredLink]) -> list[CheckResult]:

@@ -12,6 +12,7 @@ from typing import Any
 from roundelay import log
 from roundelay.core import interrupts
 from roundelay.errors import UsageError, did_you_mean
+from roundelay.log.output import surviving_output
 from roundelay.version import __version__
 
 COMMANDS = {
@@ -142,7 +143,7 @@ def _print_completion(shell: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and turn errors of this package into a message and an exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with interrupts.install_handlers():
+    with surviving_output(), interrupts.install_handlers():
         return interrupts.exit_code_of(lambda: dispatch(arguments))
 
 

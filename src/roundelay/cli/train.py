@@ -25,8 +25,6 @@ EXAMPLES = """  roundelay train frames strategy=adpsgd learners=2
   mpirun -n 4 roundelay train frames backend=mpi strategy=kstep
 
 settings and their defaults: roundelay config frames"""
-COMMON_KEYS = ("task", "strategy", "strategy_options", "topology", "backend", "epochs", "lr", "seed", "deterministic_reduce")
-"""Settings that must be equal on all ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,20 +141,21 @@ def _train(task: Any, context: DistributedContext, settings: TrainConfig) -> dic
 def _run_rank(resolved: ResolvedConfig[TrainConfig], as_json: bool) -> int:
     """Train as one rank of a launched job."""
     from roundelay import config
+    from roundelay.core.settings import common_settings
     from roundelay.launch.context import context_from_env
 
     settings = resolved.settings
     _limit_threads()
-    context = context_from_env(
+    with context_from_env(
         backend=settings.backend, bind_address=settings.bind_address, timeout_s=settings.timeout_s, device=settings.device,
-        simulate_nodes=settings.simulate_nodes, digest={key: getattr(settings, key) for key in COMMON_KEYS},
+        simulate_nodes=settings.simulate_nodes, digest=common_settings(settings),
         failure_s=settings.failure_s,
-    )  # fmt: skip
-    try:
-        result = _train(config.build_task(resolved), context, settings)
-    except BaseException as error:
-        context.abort_job(error)
-        raise
+    ) as context:  # fmt: skip
+        try:
+            result = _train(config.build_task(resolved), context, settings)
+        except BaseException as error:
+            context.abort_job(error)
+            raise
     if "ranks" in result:  # this rank has collected the metrics of the run
         _show(result, settings.run_dir, as_json)
     return 0

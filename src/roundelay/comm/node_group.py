@@ -70,10 +70,11 @@ class ShmNodeGroup:
         self.rank, self.size, self._timeout_s, self._guard = rank, size, timeout_s, guard
         self._unread: dict[int, int] = dict.fromkeys(range(size), 0)
         slot_bytes = -(-like.numel() * like.element_size() // PAGE) * PAGE
-        own_file = memory_file("roundelay-slots", slot_bytes * size, f"rank {rank}") if rank == 0 else -1
+        nbytes = slot_bytes * size
+        own_file = memory_file("roundelay-slots", nbytes, f"rank {rank}") if rank == 0 else -1
         self._peers: dict[int, socket.socket] = {}
         leader_pid, leader_file = guard(lambda: self._connect(own_file, store, f"{name}/leader"))
-        file = own_file if rank == 0 else open_memory_file(leader_pid, leader_file)
+        file = own_file if rank == 0 else open_memory_file(leader_pid, leader_file, "roundelay-slots", nbytes)
         memory = mmap.mmap(file, 0)
         self._slots = [
             torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=slot_bytes * member) for member in range(size)

@@ -1,15 +1,23 @@
 """Shared weight vectors of the ranks of one node, in shared memory between processes.
 
 Each rank has one anonymous memory file (memfd), which the other ranks of the node open through /proc: nothing is left behind,
-however a process ends. `flock` on that file is the lock of the vector; the kernel releases it when a process dies. A second
-file per rank stays locked for as long as its process lives, which is how other ranks notice its death. A small header of
-counters precedes each vector and is written under the vector's lock.
+however a process ends. `flock` on that file is the lock of the vector; the kernel releases it when a process dies. A small
+header of counters precedes each vector and is written under the vector's lock. A second file per rank holds the address of its
+present vector, and stays locked for as long as its process lives, which is how other ranks notice its death.
 
 A process can be stopped while it holds the lock of another rank's vector. Locks are therefore taken with a deadline. The owner
-of a vector whose lock does not come back moves to a new file: it copies its vector and leaves the address of the new file in
-the header of the old one, where the other ranks find it. `lock` yields the segment it has locked, and its holder uses no other,
-so what the stopped process writes later goes to the old file. Threads of the owner exclude each other by a mutex as well: only
-another process can make the owner move.
+of a vector whose lock does not come back leaves it: it copies the vector to a new file and publishes the address of that file.
+`lock` yields the segment it has locked, and its holder uses no other. So the holder completes its operation in the old file
+when it continues, wherever it was stopped. Once it has released the old lock, the owner adds the difference between the old
+file and the copy: what was written after the copy was taken, element by element. An average or an addition that is interrupted
+by a move is thus completed late, and the mean is conserved up to rounding. The holder need not know of the move, and the owner
+need not know whether the holder was stopped or only slow. A difference is lost only if the holder dies, is declared failed, or
+continues after the owner's last access. Until then the owner keeps the old file and the copy.
+Threads of the owner exclude each other by a mutex as well: only another process can make the owner move.
+
+Memory order: accesses that must be ordered are ordered by `flock` calls on the same file, on every architecture. Counters and
+elements are aligned words of at most 8 bytes. It is assumed that the processor reads and writes such words atomically, as
+x86-64 and 64-bit Arm do; only x86-64 is tested. Readers without a lock use single counters only.
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,15 +40,18 @@ import torch
 from torch import Tensor
 
 from roundelay.comm.vectors import (
+    AVERAGED,
+    FENCED,
     HEADER_SLOTS,
     HOLDER,
-    MOVED_TO,
+    ROUNDS,
     VERSION,
     LockTimeout,
     VectorSegment,
     drain_socket,
     wake_socket,
 )
+from roundelay.core import kernels
 from roundelay.core.contracts import Store
 from roundelay.core.wait import wait_until
 from roundelay.errors import PeerLost, UsageError
@@ -50,8 +62,13 @@ OWN_LOCK_S = 1.0
 SECONDS_PER_BYTE = 4e-9
 """How long a lock may be held for a vector of this size, generously."""
 STOPPED_S = 0.02
-"""Time after which the owner of a vector looks whether the holder of its lock has been stopped, and then moves at once."""
+"""Time after which the owner of a vector looks whether the holder of its lock has been stopped, and then moves at once.
+
+It waits for OWN_LOCK_S if the holder was stopped before it wrote HOLDER, right after it took the lock.
+"""
 FIRST_POLL_S, LAST_POLL_S = 0.00005, 0.002
+DESCRIPTOR_BITS = 32
+"""Last bits of an address: a descriptor of the owner's process. The bits before them are the number of moves."""
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -84,26 +101,56 @@ def available_memory() -> int:
         return 1 << 62
 
 
-def open_memory_file(pid: int, fd: int) -> int:
-    """Open the memory file of another process of this machine. Raises PeerLost if that process has ended."""
+def open_memory_file(pid: int, fd: int, name: str, nbytes: int) -> int:
+    """Open a `memory_file` of another process of this machine.
+
+    Raises PeerLost if the process has ended, or if its descriptor `fd` is no memory file of this name and size.
+    """
     try:
-        return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise PeerLost(
             f"shared memory of process {pid} cannot be opened: {error.strerror}",
             where="shared memory",
             hint="the process has ended, or runs as another user; see its log, or set backend=torch",
         ) from error
+    target, size = os.readlink(f"/proc/self/fd/{opened}").removesuffix(" (deleted)"), os.fstat(opened).st_size
+    if target == f"/memfd:{name}" and size == nbytes:
+        return opened
+    os.close(opened)
+    raise PeerLost(
+        f"descriptor {fd} of process {pid} is not its shared memory (expected {name} of {nbytes} bytes, got {size} bytes)",
+        where="shared memory",
+        hint="the process has closed its vectors, or ended; see its log",
+    )
 
 
 class _FileSegment(VectorSegment):
-    """A mapped memory file."""
+    """A mapped memory file. `address`: where its owner has published it.
 
-    def __init__(self, fd: int, like: Tensor) -> None:
-        self.fd = fd
-        memory = mmap.mmap(fd, 0)
+    The memory is unmapped when no tensor uses it, the descriptors are closed by `close` or with the last reference to this.
+    """
+
+    def __init__(self, fd: int, address: int, like: Tensor) -> None:
+        memory = mmap.mmap(fd, PAGE + like.numel() * like.element_size())
         header = np.frombuffer(memory, dtype=np.int64, count=HEADER_SLOTS)
         super().__init__(header, torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=PAGE))
+        self.fd, self.address = fd, address
+        self._lock_fds: dict[int, int] = {}
+        self.close = weakref.finalize(self, _close_descriptors, fd, self._lock_fds)
+
+    def lock_fd(self) -> int:
+        """Return the descriptor by which the calling thread locks this segment."""
+        # flock belongs to an open file, so every thread opens its own: then it excludes threads as well as processes
+        thread = threading.get_ident()
+        if thread not in self._lock_fds:
+            self._lock_fds[thread] = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR)
+        return self._lock_fds[thread]
+
+
+def _close_descriptors(fd: int, lock_fds: dict[int, int]) -> None:
+    for descriptor in (fd, *lock_fds.values()):
+        os.close(descriptor)
 
 
 def is_stopped(pid: int) -> bool:
@@ -133,37 +180,38 @@ class ShmVectors:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.here, self.rank = list(here), rank
-        self._per_thread = threading.local()
-        self._descriptors: list[int] = []
-        """Descriptors that threads have opened for locks."""
         self._own_mutex = threading.Lock()
         """Excludes the threads of this process from the own vector."""
         self.moves = 0
-        """How often this rank has moved its vector, because a process was stopped while it held the lock."""
-        self._retired: list[_FileSegment] = []
+        """How often this rank has moved its vector, because a process did not release its lock."""
+        self._left: list[tuple[_FileSegment, VectorSegment]] = []
+        """The segments that this rank has left while another process held their locks, and their contents at that time."""
         self._nbytes = PAGE + vector.numel() * vector.element_size()
         self._own_lock_s = OWN_LOCK_S + SECONDS_PER_BYTE * self._nbytes
-        own = _FileSegment(memory_file(f"roundelay-w-{rank}", self._nbytes, f"rank {rank}"), vector)
-        own.vector.copy_(vector)
-        self._alive = memory_file(f"roundelay-alive-{rank}", 0, f"rank {rank}")
-        fcntl.flock(self._alive, fcntl.LOCK_EX)
-        self._receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        address = f"\0roundelay-{os.getpid()}-{secrets.token_hex(8)}"  # abstract: no file
-        self._receiving.bind(address)
-        self._receiving.setblocking(False)
+        token = secrets.token_hex(8)
+        self._tokens = {rank: token}
+        own = self._create_segment(vector)
         self._segments = {rank: own}
+        self._alive = memory_file(f"roundelay-alive-{rank}-{token}", PAGE, f"rank {rank}")
+        fcntl.flock(self._alive, fcntl.LOCK_EX)
+        self._addresses = {rank: _map_address(self._alive)}
+        self._addresses[rank][0] = own.address
+        self._receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._receiving.bind(f"\0roundelay-{token}")  # abstract: no file
+        self._receiving.setblocking(False)
         self._pids: dict[int, int] = {}
         self._liveness: dict[int, int] = {}
         self._wake: dict[int, socket.socket] = {}
-        store.set(f"{name}/memory/{rank}", f"{os.getpid()} {own.fd} {self._alive} {address[1:]}")
+        store.set(f"{name}/memory/{rank}", f"{os.getpid()} {self._alive} {token}")
         cards = self._gather(store, f"{name}/memory", timeout_s, check)
-        for peer, (pid, fd, alive, wake) in cards.items():
-            self._pids[peer] = int(pid)
+        for peer, (pid, alive, token) in cards.items():
+            self._pids[peer], self._tokens[peer] = int(pid), token
+            self._liveness[peer] = open_memory_file(int(pid), int(alive), f"roundelay-alive-{peer}-{token}", PAGE)
             if peer != rank:
-                self._segments[peer] = _FileSegment(open_memory_file(int(pid), int(fd)), vector)
-            self._liveness[peer] = open_memory_file(int(pid), int(alive))
+                self._addresses[peer] = _map_address(self._liveness[peer])
+                self._segment(peer)
             sending = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            sending.connect("\0" + wake)
+            sending.connect(f"\0roundelay-{token}")
             sending.setblocking(False)
             self._wake[peer] = sending
 
@@ -189,13 +237,35 @@ class ShmVectors:
         assert result is not None
         return result
 
-    def _segment(self, rank: int) -> _FileSegment:
-        """Return the present segment of a rank: the last one of a chain of moves."""
-        segment = self._segments[rank]
-        while rank != self.rank and (moved := int(segment.header[MOVED_TO])):
-            self._retired.append(segment)  # mapped tensors may still be in use
-            segment = self._segments[rank] = _FileSegment(open_memory_file(self._pids[rank], moved - 1), segment.vector)
+    def _create_segment(self, vector: Tensor) -> _FileSegment:
+        """Return a segment of this rank in a new file, with a copy of `vector`."""
+        fd = memory_file(f"roundelay-w-{self.rank}-{self._tokens[self.rank]}", self._nbytes, f"rank {self.rank}")
+        segment = _FileSegment(fd, self.moves << DESCRIPTOR_BITS | fd, vector)
+        segment.vector.copy_(vector)
         return segment
+
+    def _open_segment(self, rank: int, address: int) -> _FileSegment:
+        """Map the segment of another rank. Raises PeerLost if it is not there any more."""
+        fd = address % (1 << DESCRIPTOR_BITS)
+        opened = open_memory_file(self._pids[rank], fd, f"roundelay-w-{rank}-{self._tokens[rank]}", self._nbytes)
+        try:
+            return _FileSegment(opened, address, self._segments[self.rank].vector)
+        except (OSError, ValueError, RuntimeError) as error:
+            os.close(opened)
+            raise PeerLost(f"shared memory of rank {rank} cannot be mapped: {error}", where=f"rank {self.rank}") from error
+
+    def _segment(self, rank: int) -> _FileSegment:
+        """Return the present segment of a rank."""
+        while rank != self.rank:
+            address, segment = self._addresses[rank][0], self._segments.get(rank)
+            if segment is not None and segment.address == address:
+                return segment
+            try:
+                self._segments[rank] = self._open_segment(rank, address)
+            except PeerLost:
+                if address == self._addresses[rank][0]:  # otherwise it has moved again
+                    raise
+        return self._segments[rank]
 
     def vector(self, rank: int) -> Tensor:
         return self._segment(rank).vector
@@ -205,35 +275,34 @@ class ShmVectors:
 
     @contextmanager
     def lock(self, rank: int, timeout_s: float | None = None) -> Iterator[VectorSegment]:
-        if rank == self.rank:
-            if not self._own_mutex.acquire(timeout=-1 if timeout_s is None else timeout_s):
-                raise LockTimeout
-            try:
-                with self._file_lock(rank, timeout_s) as segment:
-                    yield segment
-            finally:
-                self._own_mutex.release()
-            return
-        with self._file_lock(rank, self._own_lock_s if timeout_s is None else timeout_s) as segment:
-            segment.header[HOLDER] = self.rank + 1
-            try:
+        if rank != self.rank:
+            with self._file_lock(rank, self._own_lock_s if timeout_s is None else timeout_s) as segment:
+                segment.header[HOLDER] = self.rank + 1
                 yield segment
-            finally:
-                segment.header[HOLDER] = 0
+            return
+        if not self._own_mutex.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise LockTimeout
+        try:
+            with self._file_lock(rank, timeout_s) as segment:
+                if timeout_s is None and self._left:  # with a deadline, another rank's lock may be held
+                    self._add_late_writes(segment)
+                yield segment
+        finally:
+            self._own_mutex.release()
 
     @contextmanager
     def _file_lock(self, rank: int, timeout_s: float | None) -> Iterator[VectorSegment]:
         """Take the flock of a rank's present segment. With None, the own vector moves if the lock does not come back."""
         while True:
             segment = self._segment(rank)
-            descriptor = self._descriptor(segment)
+            descriptor = segment.lock_fd()
             if timeout_s is not None:
                 if not _try_lock(descriptor, timeout_s):
                     raise LockTimeout
             elif not _try_lock(descriptor, self._own_lock_s, partial(self._holder_is_stopped, segment)):
-                self._move()
-                continue
-            if not segment.header[MOVED_TO]:  # not moved while this thread waited
+                segment = self._move()
+                descriptor = segment.lock_fd()
+            if segment.address == self._addresses[rank][0]:  # not moved while this thread waited
                 break
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         try:
@@ -245,29 +314,41 @@ class ShmVectors:
         holder = int(segment.header[HOLDER]) - 1
         return holder in self._pids and is_stopped(self._pids[holder])
 
-    def _descriptor(self, segment: _FileSegment) -> int:
-        # flock belongs to an open file, so every thread opens its own: then it excludes threads as well as processes
-        descriptors: dict[int, int] = self._per_thread.__dict__.setdefault("descriptors", {})
-        if segment.fd not in descriptors:
-            descriptors[segment.fd] = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDWR)
-            self._descriptors.append(descriptors[segment.fd])
-        return descriptors[segment.fd]
+    def _move(self) -> _FileSegment:
+        """Move the own vector to a new file without the lock of the old one. Return the new segment, locked.
 
-    def _move(self) -> None:
-        """Move the own vector to a new file, without the lock of the old one, whose holder does not run.
-
-        Call it under the mutex. If the holder was stopped in the middle of an average, the copy holds a part of it.
+        Call it under the mutex. The holder of the old lock may run and write at any time; see the top of this file.
         """
         old = self._segments[self.rank]
-        new = _FileSegment(memory_file(f"roundelay-w-{self.rank}", self._nbytes, f"rank {self.rank}"), old.vector)
-        new.vector.copy_(old.vector)
-        new.header[:] = old.header
-        new.header[HOLDER] = 0
-        new.header[VERSION] += 1
-        self._segments[self.rank] = new
-        self._retired.append(old)
-        old.header[MOVED_TO] = new.fd + 1
+        content = VectorSegment(old.header.copy(), old.vector.clone())
         self.moves += 1
+        new = self._create_segment(content.vector)
+        new.header[:] = content.header
+        new.header[VERSION] += 1
+        fcntl.flock(new.lock_fd(), fcntl.LOCK_EX)  # before its address is known: other ranks see what was written until now
+        self._left.append((old, content))
+        self._segments[self.rank] = new
+        self._addresses[self.rank][0] = new.address
+        return new
+
+    def _add_late_writes(self, segment: VectorSegment) -> None:
+        """Add what was written to the segments that this rank has left, if they are released by now, and free them.
+
+        Call it under the lock. The access has a number but is not logged, so that a recorded run is not replayed without it. A
+        segment is freed as well if the rank that holds it was declared failed: that rank exchanges no more.
+        """
+        for old, content in list(self._left):
+            holder = self._segments.get(int(old.header[HOLDER]) - 1)
+            if _try_lock(old.lock_fd(), 0.0):  # who takes it later sees the new address
+                kernels.add_difference(segment.vector, old.vector, old.vector, content.vector)
+                segment.count(writes=1)
+                segment.header[AVERAGED] += old.header[AVERAGED] - content.header[AVERAGED]
+                for slot in (ROUNDS, FENCED):
+                    segment.header[slot] = max(segment.header[slot], old.header[slot])
+            elif holder is None or not holder.header[FENCED]:
+                continue
+            self._left = [entry for entry in self._left if entry[0] is not old]
+            old.close()
 
     def wake(self, rank: int) -> None:
         wake_socket(self._wake[rank])
@@ -288,11 +369,20 @@ class ShmVectors:
         self._receiving.close()
         for sending in self._wake.values():
             sending.close()
-        segments = [*self._segments.values(), *self._retired]
-        for fd in {*(segment.fd for segment in segments), *self._liveness.values(), self._alive, *self._descriptors}:
+        for segment in (*self._segments.values(), *(old for old, _ in self._left)):
+            segment.close()
+        for fd in (*self._liveness.values(), self._alive):
             os.close(fd)
-        self._segments, self._liveness, self._retired, self._descriptors = {}, {}, [], []
-        self._per_thread = threading.local()
+        self._segments, self._liveness, self._left = {}, {}, []
+
+
+def _map_address(fd: int) -> memoryview[int]:
+    """Map the address in a file of one page."""
+    opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # a mapping of `fd` itself would keep its flock after it is closed
+    try:
+        return memoryview(mmap.mmap(opened, PAGE)).cast("q")
+    finally:
+        os.close(opened)
 
 
 def _try_lock(descriptor: int, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> bool:

@@ -57,7 +57,7 @@ def gloo(
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
     options._devices = [ProcessGroupGloo.create_device(hostname=bind_address)]
     options._timeout = timedelta(seconds=timeout_s)
-    torch_store = TorchStore(store.under(f"gloo/{name}"), timeout_s, check_members)
+    torch_store = TorchStore(store.under(f"gloo/{name}"), timeout_s, check_members, ranks=size)
     return _Gloo(torch_store, rank, size, options)
 
 

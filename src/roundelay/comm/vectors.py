@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-SEQUENCE, VERSION, ROUNDS, AVERAGED, GOSSIPS, MOVED_TO, HOLDER, FENCED = range(8)
+SEQUENCE, VERSION, ROUNDS, AVERAGED, GOSSIPS, HOLDER, FENCED = range(7)
 """Counters of a header: accesses; writes; the logical clock of gossip; averages started by other ranks; 1 while its rank
-gossips; descriptor + 1 of the file that replaced this one, or 0; rank + 1 of another rank that holds the lock, or 0; 1 if
-another rank of the node knows that this rank was declared failed. The last two are written without the lock."""
+gossips; rank + 1 of the last other rank that took the lock, or 0; 1 if another rank of the node knows that this rank was
+declared failed. The last one is written without the lock."""
 HEADER_SLOTS = 8
 
 
@@ -55,7 +55,8 @@ class SharedVectors(Protocol):
         """Lock a vector for the calling thread and yield its segment; use no other one inside the block. Not reentrant.
 
         Raises LockTimeout after `timeout_s`, and PeerLost if the process of the rank has ended. None: wait as long as a
-        process that runs may need, then move the own vector to new memory if it is the own one, and raise otherwise.
+        process that runs may need, then move the own vector to new memory if it is the own one, and raise otherwise. What
+        the holder of a lock writes to the old memory of a vector that has moved is added to the new memory later.
         """
 
     def wake(self, rank: int) -> None:

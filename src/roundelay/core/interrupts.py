@@ -1,23 +1,23 @@
-"""Interrupts: SIGINT and SIGTERM in the parent, in child processes and in the training loop."""
+"""Interrupts: SIGINT, SIGTERM and SIGHUP in the parent, in child processes and in the training loop."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from roundelay.errors import Interrupted, RoundelayError
 from roundelay.log.console import print_error
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _interrupted = threading.Event()
 
 
 class StopOnSignals:
-    """Context in which the first SIGINT or SIGTERM sets `flag` and a second SIGINT raises KeyboardInterrupt.
+    """Context in which the first SIGINT, SIGTERM or SIGHUP sets `flag` and a second SIGINT raises KeyboardInterrupt.
 
     Does nothing outside the main thread. `write_line` prints the notice to the user.
     """
@@ -27,19 +27,34 @@ class StopOnSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._handle)
+        self._before = set_handlers(self._handle)
 
     def _handle(self, number: int, frame: Any) -> None:
         if self._flag.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._flag.set()
-        self._write_line("roundelay: stopping after this step; a checkpoint is being written")
+        with suppress(OSError, RuntimeError):  # no reader is left; or the signal has interrupted a write to the same stream
+            self._write_line("roundelay: stopping after this step; a checkpoint is being written")
 
     def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        restore_handlers(self._before)
+
+
+def set_handlers(handler: Callable[[int, Any], None], numbers: Iterable[signal.Signals] = SIGNALS) -> dict[int, Any]:
+    """Set the handler of signals and return the previous ones. Does nothing outside the main thread.
+
+    SIGHUP stays ignored if it is: nohup starts processes that way.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    return {number: signal.signal(number, handler) for number in numbers if number not in ignored}
+
+
+def restore_handlers(before: Mapping[int, Any]) -> None:
+    """Set the handlers that `set_handlers` has returned."""
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def was_interrupted() -> bool:
@@ -55,15 +70,18 @@ def raise_if_interrupted() -> None:
 
 @contextmanager
 def install_handlers() -> Iterator[None]:
-    """Make SIGINT and SIGTERM raise KeyboardInterrupt and remember them. Does nothing outside the main thread."""
+    """Make SIGNALS raise KeyboardInterrupt and remember them. Does nothing outside the main thread."""
 
     def handle(number: int, frame: Any) -> None:
         _interrupted.set()
         raise KeyboardInterrupt
 
     _interrupted.clear()
-    with _handled(handle):
+    before = set_handlers(handle)
+    try:
         yield
+    finally:
+        restore_handlers(before)
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
@@ -76,8 +94,6 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print_error("interrupted")
         return Interrupted.exit_code
-    except BrokenPipeError:
-        return 0
     except Exception:
         if not was_interrupted():
             raise
@@ -124,16 +140,3 @@ def discard_pending_signals(numbers: Sequence[signal.Signals] = SIGNALS) -> None
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-@contextmanager
-def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

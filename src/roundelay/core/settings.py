@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, field
+from dataclasses import MISSING, Field, field, fields
 from typing import Any
 
 
@@ -21,6 +21,7 @@ def setting(
     key: str = "",
     schema: type[Any] | None = None,
     reserved: Sequence[str] = (),
+    local: bool = False,
 ) -> Any:
     """Return a dataclass field that documents and constrains itself.
 
@@ -34,14 +35,21 @@ def setting(
         key: Name in files and on the command line, if it differs from the field's.
         schema: For a dict field: a dataclass that its keys must belong to. Only the keys that are set are kept.
         reserved: Keys of `schema` that must not be set here.
+        local: The ranks of a job may have different values.
     """
     metadata = {
         "help": help, "minimum": minimum, "above": above, "maximum": maximum, "infinite": infinite,
         "choices": tuple(choices), "key": key, "schema": schema, "reserved": tuple(reserved),
+        "local": local,
     }  # fmt: skip
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def common_settings(settings: Any) -> dict[str, Any]:
+    """Return the settings of a dataclass that all ranks of a job must agree on, by key: all that are not declared local."""
+    return {key_of(f): getattr(settings, f.name) for f in fields(settings) if not f.metadata.get("local")}
 
 
 def key_of(declaration: Field[Any]) -> str:

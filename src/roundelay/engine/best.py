@@ -17,6 +17,7 @@ from roundelay.engine.learner import Learner
 from roundelay.engine.manifest import BEST, folder_name, read_best
 
 SEQUENCE = "best/"
+PRUNED = "pruned/"
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,13 @@ class BestCheckpoint:
         if (newest := best_position(store)) is not None:
             number = newest[0]
         while True:
-            holder = json.loads(store.claim(f"{SEQUENCE}{number}", json.dumps(note)))
+            key, pruned = f"{SEQUENCE}{number}", pruned_key(position)
+            conflict = store.compare_and_set({key: None, pruned: None}, {key: json.dumps(note)})
+            if conflict is None:
+                break
+            if conflict[pruned] is not None:
+                return
+            holder = json.loads(conflict[key] or "")
             if holder["position"] == position and holder["value"] == value:
                 break
             if self.sign * value >= self.sign * holder["value"]:
@@ -64,6 +71,22 @@ class BestCheckpoint:
             written, newest = newest, best_position(store)
             if newest == written:  # else another rank may have written an older one meanwhile
                 return
+
+
+def pruned_key(position: int) -> str:
+    """Return the key that exists once a checkpoint is to be deleted. It is not the best one, and will not be."""
+    return f"{PRUNED}{position}"
+
+
+def mark_pruned(store: Store, folder: Path, positions: list[int]) -> list[int]:
+    """Mark checkpoints as deleted, in one transaction that excludes the best one; return those that may be deleted."""
+    while True:
+        newest = best_position(store)
+        note = json.loads(newest[1]) if newest is not None else read_best(folder)
+        deleted = [position for position in positions if note is None or position != note["position"]]
+        following = {f"{SEQUENCE}{0 if newest is None else newest[0] + 1}": None}
+        if not deleted or store.compare_and_set(following, {pruned_key(position): "1" for position in deleted}) is None:
+            return deleted
 
 
 def best_position(store: Store) -> tuple[int, str] | None:

@@ -31,9 +31,10 @@ from torch import Tensor
 from roundelay.core.contracts import Store
 from roundelay.core.files import digest, sync
 from roundelay.core.wait import role_holder
-from roundelay.engine.best import best_position
+from roundelay.engine.background import BackgroundCalls
+from roundelay.engine.best import mark_pruned
 from roundelay.engine.learner import Learner
-from roundelay.engine.manifest import FORMAT, MANIFEST, damage_as_data_error, folder_name, read_best, seal, verify
+from roundelay.engine.manifest import FORMAT, MANIFEST, damage_as_data_error, folder_name, seal, verify
 from roundelay.engine.sharding import DynamicSharding, Span, merge_ranges, uncovered_ranges
 from roundelay.engine.shards import (
     average_of_shards,
@@ -80,6 +81,8 @@ def disk_errors_as(what: str, where: str) -> Iterator[None]:
 class Checkpoints:
     """The checkpoints of one run, from the view of one rank. For the thread of the learner.
 
+    That thread writes the shards. What needs the store runs in the background: publishing a shard, completing a checkpoint.
+
     The key `complete/{position}` settles a position for all ranks. It is claimed once, with the spread of the checkpoint or
     with "abandoned": several positions wait while the failure of a rank is awaited, and only the newest one is completed.
 
@@ -88,43 +91,64 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, learner: Learner, keep: int, metadata: dict[str, Any], watch: StoreWatch | None = None
+        self,
+        folder: Path,
+        learner: Learner,
+        keep: int,
+        metadata: dict[str, Any],
+        watch: StoreWatch | None = None,
+        background: BackgroundCalls | None = None,
     ) -> None:
         """`metadata` is added to every manifest; `keep` is the number of checkpoints to keep, 0 for all."""
         self.folder, self.learner, self.keep, self.metadata = folder, learner, keep, metadata
         self.watch = watch or StoreWatch(learner.job.store)
+        self.background = background or BackgroundCalls(learner.job.store)
         self.waiting: set[int] = set()
         self.complete: list[tuple[int, float | None]] = []
         folder.mkdir(parents=True, exist_ok=True)
         self.base: list[Span] = []
         """Ranges that were done before this run."""
+        self._saved: set[int] = set()
         self._known_failures = 0
         self._strategy_state: dict[str, Any] = {}
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def save(self, position: int) -> None:
-        """Write this rank's shard of the checkpoint at `position` global samples. Does not wait for other ranks.
+        """Write this rank's shard of the checkpoint at `position` global samples. Waits for neither other ranks nor the store.
 
-        Positions must increase. Four store calls; more, but not one per rank, after a failure and to complete the checkpoint.
+        Positions must increase; a position that was saved before is ignored. Raises DataError if the disk refuses the shard,
+        and what an earlier call in the background has raised.
         """
-        learner, store = self.learner, self.learner.job.store
-        rank, size = learner.context.rank, learner.context.size
-        if position in self.waiting or store.get(settled_key(position)) is not None:
+        rank = self.learner.context.rank
+        if position in self._saved:
             return
-        self.raise_if_fenced()
+        self._saved.add(position)
         partial = self._partial(position)
         try:
             with disk_errors_as("the checkpoint", f"rank {rank}, {partial}"):
                 partial.mkdir(exist_ok=True)
-                write_shard(partial, learner)
+                write_shard(partial, self.learner)
         except DataError as error:
             self.raise_if_fenced()  # the other ranks have completed and moved the folder
             if self._is_settled(position, error):
                 return
             raise
-        store.set(f"saved/{position}/{rank}", "1")
         self.waiting.add(position)
+        self.background.submit(self._publish, position)
+
+    def _publish(self, position: int) -> None:
+        """Tell the other ranks that the shard of this rank is there; complete the checkpoint if it is the last one.
+
+        In the background. Four store calls; more, but not one per rank, after a failure and to complete the checkpoint.
+        """
+        learner, store = self.learner, self.learner.job.store
+        rank, size = learner.context.rank, learner.context.size
+        self.raise_if_fenced()
+        if store.get(settled_key(position)) is not None:  # the folder was deleted before this rank wrote into it
+            shutil.rmtree(self._partial(position), ignore_errors=True)
+            return
+        store.set(f"saved/{position}/{rank}", "1")
         if store.add(f"saved/{position}", 1) >= size - len(learner.watchdog.failed):
             self.try_to_complete(position)
 
@@ -146,13 +170,14 @@ class Checkpoints:
     def poll(self, now: bool = False) -> None:
         """Move complete positions from `waiting` to `complete` and drop abandoned ones.
 
-        After a new failure, complete the newest position that waited for it. Otherwise no store call in this thread, except one
-        if `now` is set.
+        After a new failure, complete the newest position that waited for it, in the background. No store call in this thread,
+        except one if `now` is set. Raises what a call in the background has raised.
         """
+        self.background.raise_if_failed()
         failures = len(self.learner.watchdog.failed)
         if failures > self._known_failures:
             self._known_failures = failures
-            self._complete_newest()
+            self.background.submit(self._complete_newest)
         settled = self.watch.read([settled_key(position) for position in self.waiting], now=now)
         for position in sorted(self.waiting):
             text = settled.get(settled_key(position))
@@ -162,15 +187,16 @@ class Checkpoints:
                     self.complete.append((position, json.loads(text)["spread"]))
 
     def _complete_newest(self) -> None:
-        """Complete the newest position for which the shards of all live ranks are there."""
-        counts = self.learner.job.store.get_many([f"saved/{position}" for position in self.waiting])
+        """Complete the newest position for which the shards of all live ranks are there. In the background."""
+        waiting = set(self.waiting)
+        counts = self.learner.job.store.get_many([f"saved/{position}" for position in waiting])
         needed = self.learner.context.size - len(self.learner.watchdog.failed)
-        for position in sorted(self.waiting, reverse=True):
+        for position in sorted(waiting, reverse=True):
             if int(counts[f"saved/{position}"] or 0) >= needed and self.try_to_complete(position):
                 return
 
     def try_to_complete(self, position: int) -> bool:
-        """Complete the checkpoint if the shards of all live ranks are there and no other live rank does it.
+        """Complete the checkpoint if the shards of all live ranks are there and no other live rank does it. In the background.
 
         Return whether all shards are there. Shards of ranks that failed after they had written them belong to the checkpoint.
         Raises PeerLost if this rank has been declared failed.
@@ -270,16 +296,14 @@ class Checkpoints:
         Call it when all live ranks have written their shards of `latest`: earlier positions that no live rank is completing
         are abandoned. Folders of positions that are not settled, and those in which another live rank works, are not touched.
         """
-        newest = best_position(self.learner.job.store)
-        note = json.loads(newest[1]) if newest is not None else read_best(self.folder)
-        kept = folder_name(note["position"]) if note is not None else ""
         complete = sorted(p for p in self.folder.glob("samples-*") if p.is_dir() and p.name <= folder_name(latest))
-        for path in complete[: -self.keep] if self.keep > 0 else []:
-            if path.name != kept:
-                shutil.rmtree(path, ignore_errors=True)
+        numbers = {path: path.name.removeprefix("samples-") for path in (complete[: -self.keep] if self.keep > 0 else [])}
+        old = {int(number): path for path, number in numbers.items() if number.isdigit()}
+        for position in mark_pruned(self.learner.job.store, self.folder, list(old)) if old else []:
+            shutil.rmtree(old[position], ignore_errors=True)
         partial = [(path, match) for path in self.folder.iterdir() if (match := PARTIAL.fullmatch(path.name))]
         earlier = {position for _, match in partial if (position := int(match[1])) < latest}
-        settled = self._abandon(earlier | {p for p in self.waiting if p < latest})
+        settled = self._abandon(earlier | {p for p in set(self.waiting) if p < latest})
         failed = self.learner.job.membership.cached
         for path, match in partial:
             owner = self.learner.context.rank if match[2] is None else int(match[2])
@@ -405,7 +429,7 @@ def delete_folder(path: Path) -> None:
 
 
 def delete_partial(folder: Path) -> None:
-    """Delete the incomplete checkpoints of earlier processes. Call it on one rank, before any rank writes a checkpoint."""
+    """Delete the incomplete files and folders of earlier processes. Call it on one rank, before any rank writes there."""
     for path in folder.glob(".*.partial"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -38,6 +38,8 @@ SLOWEST_BYTES_PER_S = 16_000.0
 """A collective on a link of this speed still counts as alive."""
 POLL_S = 0.1
 """Longest time between two looks at the store; a change of the awaited key ends it at once."""
+WORK_POLL_S = 0.005
+"""Time between two looks at a collective, without a store call."""
 EXTRA_ATTEMPTS = 2
 """Attempts beyond one per member: for connections that broke although no rank failed."""
 
@@ -88,8 +90,12 @@ class ClosingAverage:
         )
 
     def _failed(self) -> set[int]:
-        """Return the failed members, as ranks of the communicator."""
+        """Return the failed members, as ranks of the communicator. One store call."""
         return {self._index[rank] for rank in self.comm.membership.failed_ranks() if rank in self._index}
+
+    def _failed_at_last_heartbeat(self) -> set[int]:
+        """Return the members whose failure this rank has read. No store call."""
+        return {self._index[rank] for rank in self.comm.membership.cached if rank in self._index}
 
     def _wait(self, predicate: Callable[[], bool], awaited: Collection[int] | None, key: str) -> bool:
         """Poll `key` for at most `timeout_s`, or until a rank of `awaited` has failed; return the predicate's last value."""
@@ -162,9 +168,9 @@ class ClosingAverage:
                 lambda: work.done,
                 limit_s,
                 lambda: PeerLost("a member failed during the collective", where=f"rank {self.learner.rank}"),
-                failures=self._failed,
+                failures=self._failed_at_last_heartbeat,
                 awaited=members,
-                poll_s=0.001,
+                poll_s=WORK_POLL_S,
             )
 
     def _agree(self, attempt: int, members: list[int], ok: bool) -> bool:

@@ -1,4 +1,7 @@
-"""Settings of the engine, declared once. Files, the command line and the Python interface all use these dataclasses."""
+"""Settings of the engine, declared once. Files, the command line and the Python interface all use these dataclasses.
+
+Before a run starts, all ranks compare their settings. Those declared `local` may differ: they describe one machine or process.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,10 @@ class EngineConfig:
     failure_s: float = setting(
         12.0, minimum=2, maximum=3600, help="Seconds without a heartbeat in the store before a rank is declared failed."
     )
-    bind_address: str = setting("127.0.0.1", help="Address that sockets bind to; auto picks the one that reaches MASTER_ADDR.")
-    device: str = setting("auto", help="Device: auto, cpu or cuda.")
+    bind_address: str = setting(
+        "127.0.0.1", local=True, help="Address that sockets bind to; auto picks the one that reaches MASTER_ADDR."
+    )
+    device: str = setting("auto", local=True, help="Device: auto, cpu or cuda.")
     log_every_s: float = setting(1.0, minimum=0.01, help="Seconds between two metric records of a learner.")
 
 
@@ -62,7 +67,7 @@ class TrainConfig(EngineConfig):
         "", help="Task to train: importable.module:Class. The file's folder and the current one are searched first."
     )
     task_options: dict[str, Any] = setting(factory=dict, help="Fields of the task's class.")
-    learners: int = setting(1, minimum=1, help="Local processes to start; ignored under torchrun, mpirun and srun.")
+    learners: int = setting(1, minimum=1, local=True, help="Local processes to start; ignored under torchrun, mpirun and srun.")
     epochs: float = setting(1.0, minimum=0, help="Passes over the training samples, summed over all learners.")
     batch: int | str | Sequence[int] = setting(
         64, minimum=1, help="Samples per learner and step: N, hostA:128,hostB:32 for uneven machines, or auto to measure."
@@ -72,11 +77,17 @@ class TrainConfig(EngineConfig):
     momentum: float = setting(0.9, minimum=0, help="Momentum of sgd and ngsgd.")
     weight_decay: float = setting(0.0, minimum=0, help="Weight decay of the optimizer.")
     num_workers: int = setting(
-        1, minimum=0, help="Background loaders per learner; 0 loads in the training thread. Raise it for slow storage."
+        1,
+        minimum=0,
+        local=True,
+        help="Background loaders per learner; 0 loads in the training thread. Raise it for slow storage.",
     )
     loader_kind: str = setting(
-        "thread", choices=("thread", "process"), help="Threads, or processes if the task's Python code is the bottleneck."
-    )  # fmt: skip
+        "thread",
+        choices=("thread", "process"),
+        local=True,
+        help="Threads, or processes if the task's Python code is the bottleneck.",
+    )
     run: str = setting("", help="Run directory; default runs/<name>-<strategy>-<number>.")
     resume: str = setting("no", help="no, auto (the latest complete checkpoint of the run), best, or the path of a checkpoint.")
     checkpoint_every_epochs: float = setting(1.0, minimum=0.001, help="Epochs between two checkpoints.")
@@ -85,9 +96,15 @@ class TrainConfig(EngineConfig):
     best_goal: str = setting("min", choices=("min", "max"), help="Whether a lower or a higher best_metric is better.")
     eval_at_checkpoint: bool = setting(True, help="Evaluate the average model at each checkpoint.")
     store_port: int = setting(
-        0, minimum=0, maximum=65535, help="TCP port of the job's store; 0: a Unix socket for learners=N, else a free port."
+        0,
+        minimum=0,
+        maximum=65535,
+        local=True,
+        help="TCP port of the job's store; 0: a Unix socket for learners=N, else a free port.",
     )
-    progress: str = setting("auto", choices=("auto", "rich", "plain", "none"), help="Progress display on the terminal.")
+    progress: str = setting(
+        "auto", choices=("auto", "rich", "plain", "none"), local=True, help="Progress display on the terminal."
+    )
     tensorboard: bool = setting(True, help="Also write metrics for TensorBoard, if it is installed.")
     record_order: bool = setting(False, help="Record the order of updates, so that roundelay replay can repeat the run.")
 

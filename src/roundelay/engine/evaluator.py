@@ -17,6 +17,7 @@ from torch import Tensor
 
 from roundelay.core.contracts import Task
 from roundelay.core.wait import role_holder
+from roundelay.engine.background import BackgroundCalls
 from roundelay.engine.learner import Learner
 from roundelay.engine.store_watch import StoreWatch
 
@@ -32,15 +33,22 @@ class Evaluator:
 
     log         called with one line per result
     on_result   called with the fields of every `evaluation` event, on every rank
-    on_sum      called with position and metrics on the rank that adds them up, before any rank can see the result
+    on_sum      called with position and metrics on the rank that adds them up, before any rank can see the result; on the
+                thread of `background`
     newest      metrics of the latest result, as one line
     """
 
     def __init__(
-        self, task: Task, learner: Learner, log: Callable[[str], None] = logger.info, watch: StoreWatch | None = None
+        self,
+        task: Task,
+        learner: Learner,
+        log: Callable[[str], None] = logger.info,
+        watch: StoreWatch | None = None,
+        background: BackgroundCalls | None = None,
     ) -> None:
         self.task, self.learner, self.log = task, learner, log
         self.watch = watch or StoreWatch(learner.job.store)
+        self.background = background or BackgroundCalls(learner.job.store)
         self._pending: dict[tuple[str, int], float | None] = {}
         self._known_failures = 0
         self.on_sum: Callable[[int, dict[str, float]], None] | None = None
@@ -48,9 +56,12 @@ class Evaluator:
         self.newest = ""
 
     def evaluate(self, position: int, mean: Tensor, spread: float | None, final: bool = False) -> None:
-        """Evaluate `mean` on this rank's part and post the sums. The last rank to post writes the event. Does not block."""
+        """Evaluate `mean` on this rank's part and post the sums. The last rank to post writes the event.
+
+        Does not wait for other ranks. The sums are posted in the background, those of the final evaluation before it returns.
+        """
         learner = self.learner
-        context, store = learner.context, learner.job.store
+        context = learner.context
         began = context.runtime.clock()
         effective = None if final else self._effective_rate(mean)
         with torch.no_grad(), learner.swapped_weights(mean) as module, context.runtime.rng_scope():
@@ -58,13 +69,21 @@ class Evaluator:
         seconds = context.runtime.clock() - began
         learner.worker.step_timer.seconds["eval"] += seconds
         key = FINAL if final else f"evaluated/{position}"
-        store.set(f"{key}/{context.rank}", json.dumps({"parts": parts, "effective": effective, "seconds": seconds}))
+        post = json.dumps({"parts": parts, "effective": effective, "seconds": seconds})
         self._pending[key, position] = spread
-        if store.add(key, 1) >= context.size - len(learner.watchdog.failed):
-            self._try_to_add_up(key, position)
+        self.background.submit(self._post, key, position, spread, post)
+        if final:
+            self.background.wait()
 
-    def _try_to_add_up(self, key: str, position: int) -> None:
-        """Add up the posts if all live ranks have posted and no other live rank does it. Does not block."""
+    def _post(self, key: str, position: int, spread: float | None, post: str) -> None:
+        """Post this rank's sums; add all sums up if they are the last ones. In the background."""
+        context, store = self.learner.context, self.learner.job.store
+        store.set(f"{key}/{context.rank}", post)
+        if store.add(key, 1) >= context.size - len(self.learner.watchdog.failed):
+            self._try_to_add_up(key, position, spread)
+
+    def _try_to_add_up(self, key: str, position: int, spread: float | None) -> None:
+        """Add up the posts if all live ranks have posted and no other live rank does it. Does not wait for other ranks."""
         learner, store = self.learner, self.learner.job.store
         posts = {r: f"{key}/{r}" for r in range(learner.context.size)}
         texts = store.get_many([f"{key}/result", *posts.values()])
@@ -74,11 +93,12 @@ class Evaluator:
         if any(texts[post] is None for r, post in posts.items() if r not in failed):
             return
         if role_holder(store, f"{key}/sum", learner.rank, learner.job.membership.failed_ranks) == learner.rank:
-            self._add_up(key, position, [json.loads(text) for post in posts.values() if (text := texts[post]) is not None])
+            self._add_up(
+                key, position, spread, [json.loads(text) for post in posts.values() if (text := texts[post]) is not None]
+            )
 
-    def _add_up(self, key: str, position: int, posts: list[dict[str, Any]]) -> None:
-        learner = self.learner
-        spread, final = self._pending[key, position], key == FINAL
+    def _add_up(self, key: str, position: int, spread: float | None, posts: list[dict[str, Any]]) -> None:
+        learner, final = self.learner, key == FINAL
         metrics: dict[str, float] = {}
         for name in posts[0]["parts"]:
             total, count = (sum(p["parts"][name][i] for p in posts) for i in (0, 1))
@@ -102,11 +122,13 @@ class Evaluator:
     def announce(self, now: bool = False) -> None:
         """Log the results that have become complete since the last call, on whichever rank they were added up.
 
-        No store call in this thread, except after a new failure, and one if `now` is set.
+        No store call in this thread, except one if `now` is set. Raises what a call in the background has raised.
         """
+        self.background.raise_if_failed()
         failures = len(self.learner.watchdog.failed)
-        for key, position in list(self._pending) if failures > self._known_failures else []:
-            self._try_to_add_up(key, position)  # the rank that was to post or to add up may have failed
+        for (key, position), spread in list(self._pending.items()) if failures > self._known_failures else []:
+            # the rank that was to post or to add up may have failed
+            self.background.submit(self._try_to_add_up, key, position, spread)
         results = self.watch.read([f"{key}/result" for key, _ in self._pending], now=now)
         for key, position in list(self._pending):
             if (text := results.get(f"{key}/result")) is None:
@@ -120,10 +142,14 @@ class Evaluator:
         self._known_failures = failures
 
     def final_result(self) -> dict[str, float] | None:
-        """Return the metrics of the final evaluation once all live ranks have posted theirs; else None. Does not block."""
-        for key, position in list(self._pending):
+        """Return the metrics of the final evaluation once all live ranks have posted theirs; else None.
+
+        Store calls in this thread; it does not wait for other ranks.
+        """
+        for (key, position), spread in list(self._pending.items()):
             if key == FINAL and self.learner.job.membership.failed_ranks():
-                self._try_to_add_up(key, position)
+                self.background.wait()
+                self._try_to_add_up(key, position, spread)
         text = self.learner.job.store.get(f"{FINAL}/result")
         return json.loads(text)["metrics"] if text is not None else None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,13 +65,13 @@ class HeartbeatMonitor:
             self._heartbeats.on_fenced = self._note_fence
             self._stop = self.context.runtime.start_periodic(self.heartbeat, self.read_failures, HEARTBEAT_S)
 
-    def stop(self) -> None:
-        """Stop the thread and leave; during an exception the other ranks learn of it. A second call does nothing."""
+    def stop(self, error: BaseException | None = None) -> None:
+        """Stop the thread and leave, after `error` as a failed rank. A second call does nothing."""
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
             self._note_failures(self.job.membership.cached)
-            self._heartbeats.leave(sys.exc_info()[1])
+            self._heartbeats.leave(error)
 
     def raise_if_fenced(self) -> None:
         """Raise PeerLost if this rank was declared failed, a rank has aborted the job or the store is lost.

@@ -170,8 +170,11 @@ class Learner:
         try:
             if error is None:
                 self.finish()
+        except BaseException as failure:
+            error = failure
+            raise
         finally:
-            self.close()
+            self.close(error)
 
     def leave(self) -> None:
         """Take part in the collectives that other learners still have to complete. Call it when there is no more work."""
@@ -234,13 +237,13 @@ class Learner:
             self.flat.load_buffers(buffers)
         return mean
 
-    def close(self) -> None:
-        """Stop all threads and close all connections. Also correct after an error."""
-        self.watchdog.stop()
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop all threads, close all connections and leave the job, after `error` as a failed rank."""
+        self.watchdog.stop(error)
         self.worker.close()
         for comm in reversed(self.communicators):
             comm.close()
-        self.context.close()
+        self.context.close(error)
         self.events.close()
 
     # -- one step ------------------------------------------------------------------------------------------------------

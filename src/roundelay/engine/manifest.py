@@ -58,12 +58,12 @@ def damage_as_data_error(path: Path) -> Iterator[None]:
         raise DataError(f"reading the checkpoint failed: {cause}", where=str(path), hint=HINT) from error
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Check the manifest, sizes and checksums of a checkpoint; return the manifest. Raises DataError if anything is wrong."""
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Check and return the manifest of a checkpoint, without a look at its files. Raises DataError if anything is wrong."""
     with damage_as_data_error(path):
         meta = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         version = meta.get("format") if isinstance(meta, dict) else None
-        if version != FORMAT:
+        if not isinstance(meta, dict) or version != FORMAT:
             raise DataError(
                 f"the checkpoint must have format {FORMAT} (got {str(version)[:50]})",
                 where=str(path),
@@ -72,6 +72,13 @@ def verify(path: Path) -> dict[str, Any]:
         if meta.get("sha256") != checksum(meta):
             raise DataError(f"{MANIFEST} is damaged: wrong checksum", where=str(path), hint=HINT)
         validate(meta, path)
+        return meta
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Check the manifest, sizes and checksums of a checkpoint; return the manifest. Raises DataError if anything is wrong."""
+    with damage_as_data_error(path):
+        meta = read_manifest(path)
         for name, entry in meta["files"].items():
             file = path / name
             if not file.is_file():

@@ -10,7 +10,6 @@ exactly once. Both can start at any index, so a resumed run continues at its che
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -18,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from roundelay.core.contracts import Store
+from roundelay.engine.node_leases import NodeLeases
 from roundelay.engine.shard_plan import BatchLease, ShardPlan, StaticSharding, uncovered_ranges
-from roundelay.errors import PeerLost
 from roundelay.fleet.leases import CLAIMED, RETURNED, STOP, Lease, LeaseTable, Span, merge_ranges
 from roundelay.strategies.step import StepInfo
 
@@ -37,8 +36,6 @@ UNKNOWN_STEP_RTT_S = 2e-3
 """Before the first step, a store call that takes longer than this counts as slow."""
 WATCHED = 8
 """Busy ranks whose leases a rank without work reads at once."""
-FOLLOW_AHEAD = 8
-"""Leases of its node leader that a rank reads at once."""
 
 
 class DynamicSharding:
@@ -84,7 +81,7 @@ class DynamicSharding:
         self._exhausted = self._closed = self._stop_written = False
         self._fenced_ranks: set[int] = set()
         self._busy: list[int] = []
-        self._published = 0
+        self.node = NodeLeases(store, self.leader)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -156,6 +153,25 @@ class DynamicSharding:
             self.store.claim(STOP, self.store.get(CLAIMED) or str(self.plan.first))
             self._stop_written = True
 
+    def give_up(self) -> None:
+        """Return the leases that this rank has not completed, and claim no more: it leaves before the end of the run.
+
+        Without it other ranks would wait for them. Does nothing at the end of the run. Blocks for at most three store calls.
+        In a hierarchy the node leader does this for its machine, whose ranks must leave at the same batch.
+        """
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        with self._write_lock:
+            if self.plan.rank != self.leader or self.table.lease.idle:
+                return
+            self._write()
+            self.table.give_up()
+            if self._hierarchical:
+                self.node.end()
+
     @property
     def total(self) -> int:
         """Global samples of the run, or of the part before `stop`."""
@@ -188,8 +204,8 @@ class DynamicSharding:
             with self._change:
                 completed = list(self._completed)
             if self._hierarchical:  # begun at once: all ranks of the machine must agree on what they train
-                begun = self.table.update(completed, [*begin, *claimed], claimed, over, self.step_s, self._publish)
-                self._published += len(begun)
+                begun = self.table.update(completed, [*begin, *claimed], claimed, over, self.step_s, self.node.values_of)
+                self.node.published += len(begun)
             else:
                 begun = self.table.update(completed, begin, claimed, over, self.step_s)
             with self._change:
@@ -197,10 +213,6 @@ class DynamicSharding:
                 owned = (*begun, *self.table.lease.ahead)
                 self._unyielded.extend(begun if self._hierarchical else (span for span in claimed if span in owned))
                 self._change.notify_all()
-
-    def _publish(self, spans: list[Span]) -> dict[str, str]:
-        """Return the keys that tell the other ranks of the machine what the leader has begun."""
-        return {f"machine/{self.leader}/{self._published + n}": json.dumps(span) for n, span in enumerate(spans, 1)}
 
     def _adopt(self, spans: list[Span]) -> None:
         """Yield spans that came from other ranks."""
@@ -214,6 +226,8 @@ class DynamicSharding:
     def _claim(self, batches: int, begin: Callable[[], Collection[Span]] = tuple) -> None:
         """Claim returned spans, or the next batches of the counter."""
         with self._write_lock:
+            if self._closed:
+                return
             self._give_back()
             if spans := self.table.take_returned(self._split, batches):
                 self._adopt(spans)
@@ -302,13 +316,13 @@ class DynamicSharding:
     def __iter__(self) -> Iterator[BatchLease]:
         self.table.start(self.plan.first, self.missing_ranges)
         if self.plan.rank != self.leader:
-            yield from self._follow_leader()
+            yield from map(self._lease, self.node.follow(self.plan.rank, self._failed))
             return
         try:
             while (span := self._next_span()) is not None:
                 yield self._lease(span)
             if self._hierarchical:
-                self.store.set(f"machine/{self.leader}/{self._published + 1}", "null")
+                self.node.end()
         finally:
             with self._change:
                 self._closed = True
@@ -317,7 +331,7 @@ class DynamicSharding:
     def _next_span(self) -> Span | None:
         """Return the next span of this rank; wait for one. Returns None at the end of the run."""
         poll_s = POLL_S
-        while True:
+        while not self._closed:
             if self._error is not None:
                 raise self._error
             with self._change:
@@ -339,6 +353,7 @@ class DynamicSharding:
             if not self._unyielded:
                 self.store.pause(poll_s, *watched, self.table.key, RETURNED, "failures")
                 poll_s = min(LONG_POLL_S, poll_s * 1.2)
+        return None
 
     def _find_work(self) -> list[str] | None:
         """Take spans of failed and slow ranks, when the counter is exhausted.
@@ -366,7 +381,8 @@ class DynamicSharding:
                 return [f"lease/{rank}" for rank in busy[-1:]]
             if not looked_at_all:
                 return self._find_work()
-            if table.stop_total is not None or not self._fenced_ranks:
+            fenced = self._fenced_ranks or any(lease.fenced for _, lease in leases.values())  # by this rank or another one
+            if table.stop_total is not None or not fenced:
                 return None
             everything = [*self.missing_ranges, (plan.first, plan.total)]
             return [] if table.recover_gaps(leases, everything) else None
@@ -388,32 +404,6 @@ class DynamicSharding:
             if spans := self.table.take_over(rank, leases[rank][0], self._split):
                 return spans
         return []
-
-    def _follow_leader(self) -> Iterator[BatchLease]:
-        """Yield the leases that the node leader publishes. Raises PeerLost if it fails."""
-        number = 1
-        while True:
-            first = number
-            keys = [f"machine/{self.leader}/{number + n}" for n in range(FOLLOW_AHEAD)]
-            texts = self.store.get_many(keys)
-            for key in keys:
-                text = texts[key]
-                if text is None:
-                    break
-                span = json.loads(text)
-                if span is None:
-                    return
-                number += 1
-                yield self._lease((span[0], span[1]))
-            if number > first:  # what was read is as old as the last step
-                continue
-            if self.leader in self._failed():
-                raise PeerLost(
-                    f"rank {self.leader}, which leases samples for this machine, has failed",
-                    where=f"rank {self.plan.rank}",
-                    hint="look at the log of that rank; continue with resume=auto",
-                )
-            self.store.pause(0.001, f"machine/{self.leader}/{number}", "failures")
 
     def _lease(self, span: Span) -> BatchLease:
         plan = self.plan

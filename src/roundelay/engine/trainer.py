@@ -18,14 +18,16 @@ from roundelay.core.wait import store_sleep, wait_until
 from roundelay.data.device import DeviceTransfer
 from roundelay.data.loader import MAX_DEPTH
 from roundelay.data.process import ProcessBatches
+from roundelay.engine.background import BackgroundCalls
 from roundelay.engine.best import BestCheckpoint
 from roundelay.engine.checkpoint import Checkpoints, delete_partial
 from roundelay.engine.config import TrainConfig
 from roundelay.engine.evaluator import Evaluator
 from roundelay.engine.finishing import Finisher
 from roundelay.engine.learner import Learner
-from roundelay.engine.manifest import best, folder_name, latest
+from roundelay.engine.manifest import folder_name
 from roundelay.engine.optimizer import make_optimizer
+from roundelay.engine.resume import resume
 from roundelay.engine.sharding import BatchLease, DynamicSharding, StaticSharding
 from roundelay.engine.shards import read_model
 from roundelay.engine.store_watch import StoreWatch
@@ -103,7 +105,8 @@ class Trainer:
         events = context.runtime.events(run / "events.jsonl" if run is not None else None, rank)
         self.learner = Learner(context, module, make_optimizer(config, module), config, events)
         self.watch = StoreWatch(self.learner.job.store)
-        self.evaluator = Evaluator(task, self.learner, self.log.info, self.watch)
+        self.background = BackgroundCalls(self.learner.job.store)
+        self.evaluator = Evaluator(task, self.learner, self.log.info, self.watch, self.background)
         scalars = run / FOLDER if run is not None and config.tensorboard and importlib.util.find_spec("tensorboard") else None
         self.tensorboard = TensorBoardLogger(self.learner, scalars)
         self.evaluator.on_result = self.tensorboard.on_evaluation
@@ -112,7 +115,7 @@ class Trainer:
             self._check_shared(run)
             manifest = {"strategy": config.strategy, "seed": config.seed, **(metadata or {})}
             folder, keep = run / CHECKPOINT_FOLDER, config.keep_checkpoints
-            self.checkpoints = Checkpoints(folder, self.learner, keep, manifest, self.watch)
+            self.checkpoints = Checkpoints(folder, self.learner, keep, manifest, self.watch, self.background)
             best_so_far = BestCheckpoint(run / CHECKPOINT_FOLDER, self.learner, config.best_metric, config.best_goal)
             self.evaluator.on_sum = best_so_far.update
         self._stop_requested = threading.Event()
@@ -121,10 +124,11 @@ class Trainer:
     def _check_shared(self, run: Path) -> None:
         """Raise on all ranks unless all see one run directory, where shards are collected. All ranks must call it.
 
-        Rank 0 also deletes what an earlier process left of an incomplete checkpoint, before any rank can write one.
+        Rank 0 also deletes what an earlier process left of an incomplete checkpoint or model, before any rank can write one.
         """
         if self.context.rank == 0:
-            delete_partial(run / CHECKPOINT_FOLDER)
+            for folder in (run, run / CHECKPOINT_FOLDER):
+                delete_partial(folder)
         check_shared_directory(run, self.context, self.learner.job, self.config.timeout_s)
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -137,6 +141,21 @@ class Trainer:
             DataError: The data or the numbers are bad; the other ranks stop too.
             PeerLost: Another rank failed and the strategy cannot continue without it.
         """
+        error: BaseException | None = None
+        try:
+            return self._run()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self.dashboard.close()
+            close_logger(self.log)
+            self.tensorboard.close()
+            self.watch.close()
+            self.background.close()
+            self.learner.close(error)
+
+    def _run(self) -> dict[str, Any]:
         learner = self.learner
         try:
             batches = self._batches()
@@ -161,6 +180,7 @@ class Trainer:
                 learner.leave()  # before the save: no rank may wait for a shard of a rank that waits in a collective
             if self._stopped_early or self.checkpoints is not None:
                 self._save_last_checkpoint()
+            self.background.wait()
             learner.watchdog.raise_if_fenced()
             mean = learner.finish().clone()
             learner.watchdog.raise_if_fenced()
@@ -192,12 +212,6 @@ class Trainer:
             if not isinstance(error, RoundelayError):
                 self._report_failure(error)
             raise
-        finally:
-            self.dashboard.close()
-            close_logger(self.log)
-            self.tensorboard.close()
-            self.watch.close()
-            learner.close()
 
     def _report_failure(self, error: Exception) -> None:
         """Report this rank as failed, so that the ranks of a strategy that survives failures continue without it at once."""
@@ -347,21 +361,10 @@ class Trainer:
     # -- start -----------------------------------------------------------------------------------------------------
 
     def _resume(self) -> tuple[int, list[tuple[int, int]]]:
-        """Restore the checkpoint that `resume` names, and return its position and the sample ranges that it lacks."""
+        """Restore the checkpoint that `resume` names; return its position and the sample ranges that it lacks. Collective."""
         if self.config.resume == "no" or self.checkpoints is None:
             return 0, []
-        if self.config.resume == "auto":
-            path = latest(self.checkpoints.folder, self.log.warning)
-            if path is None:
-                self.log.info("no checkpoint yet: starting from the beginning")
-                return 0, []
-        elif self.config.resume == "best":
-            path = best(self.checkpoints.folder)
-        else:
-            path = Path(self.config.resume)
-        first, missing_ranges = self.checkpoints.restore(path)
-        self.log.info(f"resuming from {path.name}: {first} samples are done")
-        return first, missing_ranges
+        return resume(self.config.resume, self.checkpoints, self.config.timeout_s, self.log)
 
     def _start_record(self, first: int, total: int, batches: list[int]) -> None:
         """Start the update log if the run is to be recorded."""

@@ -2,7 +2,7 @@
 
 claimed         counter of the samples that have been claimed
 stop-total      samples of a run that was stopped early
-returned        spans of failed ranks, and gaps of an earlier run, which any rank may take
+returned        spans of ranks that failed or left early, and gaps of an earlier run, which any rank may take
 lease/{rank}    spans that the rank owns: `begun` (only this rank trains them) and `ahead` (other ranks may take them over)
 done/{rank}/{n} spans that the rank has completed, at most DONE_SPANS per key
 
@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from roundelay.core.contracts import Store
@@ -56,6 +57,7 @@ class Lease:
     incarnation: int = 0
 
     @staticmethod
+    @lru_cache(maxsize=4096)  # ranks without work read the leases of all ranks again and again; leases are immutable
     def parse(text: str | None) -> Lease:
         fields: dict[str, Any] = json.loads(text) if text else {}
         for name in ("begun", "ahead"):
@@ -189,11 +191,12 @@ class LeaseTable:
         claimed: Sequence[Span] = (),
         over: bool = False,
         step_s: float = 0.0,
-        publish: Callable[[list[Span]], Mapping[str, str]] = lambda begun: {},
+        publish: Callable[[list[Span]], Mapping[str, str | None]] = lambda begun: {},
     ) -> list[Span]:
         """Complete, begin and claim spans in one write, and return the newly begun ones.
 
-        Spans that another rank has taken over are not begun. `publish` returns keys to write for the newly begun spans.
+        Spans that another rank has taken over are not begun. `publish` returns keys to write, or to delete (None), for the
+        newly begun spans.
         """
         with self._lock:
             while True:
@@ -264,6 +267,17 @@ class LeaseTable:
                 if conflict is None:
                     return
                 text = conflict[key]
+
+    def give_up(self) -> None:
+        """Return all spans that this rank owns, and claim no more: it leaves before the end of the run. One compare-and-set."""
+        with self._lock:
+            while True:
+                old = self.lease
+                values: dict[str, str | None] = {self.key: replace(old, begun=(), ahead=(), over=True).text()}
+                if owned := [*old.begun, *old.ahead]:
+                    values[RETURNED] = json.dumps(merge_ranges([*self.returned, *owned]))
+                if self._commit(values) is None:
+                    return
 
     def recover_gaps(self, leases: Mapping[int, tuple[str | None, Lease]], spans: Sequence[Span]) -> bool:
         """Return the parts of `spans` that no rank has completed, if all the leases are idle and unchanged.

@@ -7,7 +7,8 @@ written by one atomic operation of the store: a reporter that dies has reported 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ def failed_key(rank: int) -> str:
 
 
 class _Reports:
-    """The reports that the users of one store have read last."""
+    """The reports that the users of one store have read. They never go back: a reply that arrives late removes nothing."""
 
     def __init__(self) -> None:
         self.failed: dict[int, str] = {}
@@ -39,6 +40,16 @@ class _Reports:
         self.newest: str | None = None
         """Value of FAILURES before the reports were read last."""
         self.abort = ""
+        self._lock = threading.Lock()
+
+    def merge(self, notes: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+        """Add the reports of new members and of later incarnations; return all reasons. Replies may arrive in any order."""
+        with self._lock:
+            new = {rank: note for rank, note in notes.items() if note["incarnation"] > self.incarnations.get(rank, 0)}
+            if new:  # new objects: readers hold no lock
+                self.failed = self.failed | {rank: note["reason"] for rank, note in new.items()}
+                self.incarnations = self.incarnations | {rank: note["incarnation"] for rank, note in new.items()}
+            return self.failed
 
 
 _reports_of: WeakKeyDictionary[Any, _Reports] = WeakKeyDictionary()
@@ -46,7 +57,10 @@ _reports_of: WeakKeyDictionary[Any, _Reports] = WeakKeyDictionary()
 
 
 class StoreMembership:
-    """The failed ranks of the whole job. Ranks are ranks of the job. Any thread may call any method; no lock is held."""
+    """The failed ranks of the whole job. Ranks are ranks of the job.
+
+    Any thread may call any method; no lock is held during a store call.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -89,9 +103,7 @@ class StoreMembership:
     def failed_ranks(self) -> dict[int, str]:
         """Return the failed ranks with the reason of each. One store call."""
         notes = {int(key[len(FAILED) :]): json.loads(text) for key, text in self.store.list(FAILED).items()}
-        self._reports.incarnations = {rank: note["incarnation"] for rank, note in notes.items()}
-        self._reports.failed = {rank: note["reason"] for rank, note in notes.items()}
-        return self._reports.failed
+        return self._reports.merge(notes)
 
     def refresh(self) -> dict[int, str]:
         """Read whether the job was aborted, and new failures; return the failed ranks. One store call; two after a failure.

@@ -276,7 +276,9 @@ class _Connection:
                 now = time.monotonic()
                 if resumptions < RESUMPTIONS and self._suspended():
                     resumptions, began, end, refused_at, delay = resumptions + 1, now, 0.0, None, BACKOFF_S[0]
-                end = end or min(max(began + self.client.timeout_s + wait_s, now + attempt_s), now + PATIENCE_S)
+                end = end or max(began + self.client.timeout_s + wait_s, now + attempt_s)
+                if not isinstance(error, TimeoutError):  # a silent server may be suspended, one that closes is not
+                    end = min(end, now + PATIENCE_S)
                 if isinstance(error, ConnectionRefusedError | FileNotFoundError):
                     refused_at = refused_at or now
                     if self.client.local or now - refused_at > REFUSED_S:

@@ -10,6 +10,9 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 
+KEPT_DELETIONS = 10_000
+"""Deleted keys whose last change is remembered."""
+
 
 class Table:
     """Keys with values. Every write of a key, its deletion and its expiry count as a change and raise `revision`."""
@@ -21,6 +24,10 @@ class Table:
         self._values: dict[str, str] = {}
         self._sorted: list[str] = []
         self._changed: dict[str, int] = {}
+        self._deleted: dict[str, None] = {}
+        """The deleted keys in `_changed`, in the order of their deletion."""
+        self._forgotten = 0
+        """Revision up to which deletions are forgotten."""
         self._expiry: dict[str, float] = {}
         self._ends: list[tuple[float, str]] = []
 
@@ -56,8 +63,11 @@ class Table:
         return all(key in self._values for key in keys)
 
     def changed_since(self, keys: Iterable[str], revision: int) -> bool:
-        """Return whether one of the keys has changed after `revision`."""
-        return any(self._changed.get(key, 0) > revision for key in keys)
+        """Return whether one of the keys has changed after `revision`.
+
+        Also true if a key that does not exist may have been deleted after it, and that is forgotten: the caller reads it again.
+        """
+        return any(self._changed.get(key, self._forgotten) > revision for key in keys)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -106,3 +116,10 @@ class Table:
         self.revision += 1
         self._changed[key] = self.revision
         self.written.add(key)
+        self._deleted.pop(key, None)
+        if key not in self._values:
+            self._deleted[key] = None
+            if len(self._deleted) > KEPT_DELETIONS:
+                oldest = next(iter(self._deleted))
+                del self._deleted[oldest]
+                self._forgotten = self._changed.pop(oldest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from roundelay.core.contracts import Store
 from roundelay.core.wait import wait_until
@@ -19,6 +19,8 @@ from roundelay.fleet.membership import FAILURES, StoreMembership
 OK = "ok"
 GRACE_S = 2.0
 """After the first vote against, the votes of the other ranks are awaited for this long."""
+LISTED = 8
+"""Different messages that a merged error lists."""
 KINDS: dict[str, type[RoundelayError]] = {kind.__name__: kind for kind in (UsageError, DataError, PeerLost, RoundelayError)}
 """Kinds of errors, in the order in which they win."""
 
@@ -165,15 +167,17 @@ def _merge(against: dict[int, str]) -> str:
     return json.dumps(
         {
             "kind": kind,
-            "message": "; ".join(_unique(note["message"] for note in notes.values())),
-            "where": "; ".join(_unique(note["where"] for note in notes.values())),
+            "message": _joined(note["message"] for note in notes.values()),
+            "where": _joined(note["where"] for note in notes.values()),
             "hint": first["hint"],
         }
     )
 
 
-def _unique(texts: Iterable[str]) -> Sequence[str]:
-    return list(dict.fromkeys(text for text in texts if text))
+def _joined(texts: Iterable[str]) -> str:
+    """Return the different texts, at most LISTED of them."""
+    unique = list(dict.fromkeys(text for text in texts if text))
+    return "; ".join(unique[:LISTED]) + (f"; and {len(unique) - LISTED} more" if len(unique) > LISTED else "")
 
 
 def refuse(store: Store, name: str, error: RoundelayError) -> RoundelayError:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ EXIT_WAIT_S = 5.0
 
 @dataclass
 class DistributedContext:
-    """One rank's view of the job. Close it on all ranks when the job ends."""
+    """One rank's view of the job. Close it on all ranks when the job ends; as a context manager it closes itself."""
 
     comm: Communicator
     rank: int
@@ -78,18 +78,24 @@ class DistributedContext:
             first.setdefault(machine, rank)
         return sorted(first.values())
 
-    def close(self) -> None:
-        """Close the communicator and leave the job. A second call does nothing."""
+    def __enter__(self) -> DistributedContext:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the communicator and leave the job, after `error` as a failed rank. A second call does nothing."""
         self.comm.close()
         if not self._closed:
             self._closed = True
             self.stop_heartbeats()
             if self.heartbeats is not None:
-                self.heartbeats.leave(sys.exc_info()[1])
-            self._leave_store()
+                self.heartbeats.leave(error)
+            self._leave_store(error)
 
-    def _leave_store(self) -> None:
-        """The rank that serves the store exits last, so that the other ranks can still write to it."""
+    def _leave_store(self, error: BaseException | None) -> None:
+        """The rank that serves the store leaves last, so that the other ranks can still write to it."""
         store = self.comm.store
         if not isinstance(store, JobStore) or self.size == 1:
             return
@@ -97,7 +103,7 @@ class DistributedContext:
             with suppress(RoundelayError):
                 store.add("left", 1)
             return
-        if sys.exc_info()[0] is None:
+        if error is None:
             with suppress(RoundelayError):
                 wait_until(
                     lambda: int(store.get("left") or 0) >= self.size - 1 - len(self.comm.membership.failed_ranks()),
@@ -254,7 +260,7 @@ def create_context(
         heartbeats, stop_heartbeats = None, _no_heartbeats
     else:
         heartbeats = Heartbeats(store, rank, size, failure_s)
-        stop_heartbeats = _publish_heartbeats(heartbeats)
+        stop_heartbeats = publish_heartbeats(heartbeats)
     try:
         ranks = agree_to_start(
             store,
@@ -274,7 +280,7 @@ def create_context(
         if heartbeats is not None:
             heartbeats.leave(error)
         if isinstance(error, UsageError):
-            _let_other_ranks_read(store, size, serves=bool(keep))
+            let_other_ranks_read(store, size, serves=bool(keep))
         raise
     hosts = [info["host"] for info in ranks]
     return DistributedContext(
@@ -282,8 +288,8 @@ def create_context(
     )
 
 
-def _let_other_ranks_read(store: JobStore, size: int, serves: bool) -> None:
-    """After a vote against the start: the rank that serves the store stays until the other ranks know, at most EXIT_WAIT_S."""
+def let_other_ranks_read(store: JobStore, size: int, serves: bool) -> None:
+    """Before an exit: the rank that serves the store stays until the other ranks need it no more, at most EXIT_WAIT_S."""
     with suppress(RoundelayError):
         left = store.add("left", int(not serves))
         if serves and left < size - 1:
@@ -293,7 +299,7 @@ def _let_other_ranks_read(store: JobStore, size: int, serves: bool) -> None:
 def _no_heartbeats() -> None: ...
 
 
-def _publish_heartbeats(heartbeats: Heartbeats) -> Callable[[], None]:
+def publish_heartbeats(heartbeats: Heartbeats) -> Callable[[], None]:
     """Publish one heartbeat at once and the next ones in a thread; return a function that stops it."""
     message = {"phase": "start"}
     heartbeats.beat(message)

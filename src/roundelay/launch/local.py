@@ -18,10 +18,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
+from roundelay.core import kernels
 from roundelay.core.files import digest
 from roundelay.core.interrupts import block_signals, discard_pending_signals, exit_code_of
 from roundelay.errors import Interrupted, PeerLost, UsageError
@@ -31,6 +32,7 @@ from roundelay.fleet.store import EmbeddedStore, JobStore, connect_store, serve_
 from roundelay.fleet.store_client import parse_address
 from roundelay.launch.rendezvous import STORE_VARIABLE
 from roundelay.launch.scratch import ScratchFolder, remove_stale_folders
+from roundelay.launch.signals import Child, SignalQueue, continue_after_parent, signal_all
 
 GRACE_S = 9.0
 """Seconds the remaining ranks of a synchronous strategy have to exit after a failure, before they are killed.
@@ -62,16 +64,6 @@ def child_environment(rank: int, size: int, bind_address: str, store: str) -> di
     }
 
 
-class Child(Protocol):
-    """The process of a learner: a ForkedProcess or a Popen."""
-
-    returncode: Any
-
-    def poll(self) -> int | None: ...
-
-    def send_signal(self, sig: int) -> None: ...
-
-
 def start_learners(
     command: Sequence[str],
     learn: Callable[[], int],
@@ -86,8 +78,9 @@ def start_learners(
     """Run one process per learner with torchrun's variables set; block until all have exited and return the job's exit code.
 
     Learners are forked from this process, where torch is already imported, and call `learn`. If torch is built for CUDA they
-    are started with `command` instead, because CUDA does not survive a fork. SIGINT and SIGTERM are forwarded to all learners.
-    The store is on a Unix socket in a private folder; with a `port` it is on TCP.
+    are started with `command` instead, because CUDA does not survive a fork. The store is on a Unix socket in a private
+    folder; with a `port` it is on TCP. SIGINT, SIGTERM and SIGHUP are forwarded to all learners; SIGTSTP and SIGCONT suspend
+    and resume the whole job.
 
     With `survives_failures` the job continues after a rank was killed or raised an unexpected exception. With `model` the exit
     code is 0 only if a learner has published the checksum of this file and the file has it.
@@ -120,37 +113,29 @@ def _run_learners(
     children: list[Child] = []
     server: EmbeddedStore | None = None
     store: JobStore | None = None
-    signals: list[int] = []
-
-    def forward(number: int, frame: Any) -> None:
-        signals.append(number)
-        _signal_all(children, number)
-
-    previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        server = serve_store(bind_address, port) if port else serve_store_locally(scratch.socket)
-        address = f"{bind_address}:{server.port}" if port else f"unix:{scratch.socket}"
-        store = JobStore(connect_store(*parse_address(address), 60.0), "job/0/")
-        if fork_server is not None and not signals:
-            children += fork_server.release(address)
-        for rank in range(size) if fork_server is None else ():
-            if signals:
-                break
-            children.append(_start(command, rank, size, bind_address, address, run))
-        if signals and len(children) < size:
-            return Interrupted.exit_code
-        code = _wait_for_all(children, StoreMembership(store), run, survives_failures)
-        return code if code != 0 or model is None else _check_model(store, model)
-    finally:
-        if fork_server is not None:
-            fork_server.close()
-        _signal_all(children, signal.SIGKILL)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        if store is not None:
-            store.close()
-        if server is not None:
-            server.close()
+    with SignalQueue() as signals:
+        try:
+            server = serve_store(bind_address, port) if port else serve_store_locally(scratch.socket)
+            address = f"{bind_address}:{server.port}" if port else f"unix:{scratch.socket}"
+            store = JobStore(connect_store(*parse_address(address), 60.0), "job/0/")
+            if fork_server is not None and not signals.stopping:
+                children += fork_server.release(address)
+            for rank in range(size) if fork_server is None else ():
+                if signals.stopping:
+                    break
+                children.append(_start(command, rank, size, bind_address, address, run))
+            if signals.stopping and len(children) < size:
+                return Interrupted.exit_code
+            code = _wait_for_all(children, StoreMembership(store), run, survives_failures, signals)
+            return code if code != 0 or model is None else _check_model(store, model)
+        finally:
+            if fork_server is not None:
+                fork_server.close()
+            signal_all(children, signal.SIGKILL)
+            if store is not None:
+                store.close()
+            if server is not None:
+                server.close()
 
 
 class ForkedProcess:
@@ -172,6 +157,15 @@ class ForkedProcess:
             os.kill(self.pid, sig)
 
 
+def load_shared_code() -> None:
+    """Load what every learner needs first: the machine code of the kernels, and what torch imports for its first optimizer.
+
+    Learners that are forked afterwards share this memory, and none of them spends time on it.
+    """
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    kernels.compile_for(torch.float32)
+
+
 class ForkServer:
     """Fork the learners at once.
 
@@ -181,6 +175,7 @@ class ForkServer:
     ADDRESS = struct.Struct("256s")
 
     def __init__(self, learn: Callable[[], int], size: int, bind_address: str, run: Path | None) -> None:
+        load_shared_code()
         self._read_end, self._write_end = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -209,6 +204,7 @@ class ForkServer:
         try:
             os.close(self._write_end)
             os.setsid()
+            continue_after_parent()
             discard_pending_signals()
             message = os.read(self._read_end, self.ADDRESS.size)
             if not message:
@@ -243,12 +239,6 @@ def _start(
 def _open_log(run: Path, rank: int) -> TextIO:
     (run / "log").mkdir(parents=True, exist_ok=True)
     return open(_log_path(run, rank), "w")
-
-
-def _signal_all(children: Sequence[Child], number: int) -> None:
-    for child in children:
-        if child.poll() is None:
-            child.send_signal(number)
 
 
 class _ExitCodes:
@@ -330,7 +320,9 @@ class _ExitCodes:
         return own[0] if own else PeerLost.exit_code
 
 
-def _wait_for_all(children: Sequence[Child], membership: StoreMembership, run: Path | None, survives_failures: bool) -> int:
+def _wait_for_all(
+    children: Sequence[Child], membership: StoreMembership, run: Path | None, survives_failures: bool, signals: SignalQueue
+) -> int:
     """Wait until all children have exited and return the exit code of the first failure, not of its consequences.
 
     Training has no time limit. Once a rank has exited, ranks that are silent are killed GRACE_S after the last live one.
@@ -339,6 +331,7 @@ def _wait_for_all(children: Sequence[Child], membership: StoreMembership, run: P
     codes = exits.codes
     stopped: set[int] = set()
     while len(codes) < len(children):
+        signals.forward(children)
         for rank, child in enumerate(children):
             if rank not in codes and child.poll() is not None:
                 exits.add(rank, child.returncode)
@@ -346,7 +339,7 @@ def _wait_for_all(children: Sequence[Child], membership: StoreMembership, run: P
             for rank in sorted(set(range(len(children))) - set(codes) - stopped):
                 logger.warning("rank %d did not exit within %.0f s and is killed", rank, GRACE_S)
                 stopped.add(rank)
-            _signal_all(children, signal.SIGKILL)
+            signal_all(children, signal.SIGKILL)
         time.sleep(0.02)
     if codes[0] != 0 and exits.result() == 0 and run is not None:
         _relay_result(run, min(rank for rank, code in codes.items() if code == 0))

@@ -3,11 +3,16 @@
 ROUNDELAY_STORE                  the local launcher serves it and says where
 TORCHELASTIC_USE_AGENT_STORE     torchrun: rank 0 serves it; torch's own store hands over the address, nothing else
 otherwise                        rank 0 serves it at MASTER_ADDR:MASTER_PORT
+
+A process may run several jobs, one after another. They share one store, which lives as long as the process that serves it: a
+rank may connect for the next job before rank 0 has left the last one. Each job has a prefix of its own. The ranks count their
+jobs independently, so all ranks must start them in the same order.
 """
 
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -15,10 +20,15 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from roundelay.errors import PeerLost, UsageError
-from roundelay.fleet.store import JobStore, StoreClient, connect_store, serve_store
+from roundelay.fleet.store import EmbeddedStore, JobStore, StoreClient, connect_store, serve_store
 from roundelay.fleet.store_client import parse_address
 
 STORE_VARIABLE = "ROUNDELAY_STORE"
+
+_servers: dict[object, EmbeddedStore] = {}
+"""Stores that this process serves, by where they were announced."""
+_jobs: Counter[object] = Counter()
+"""Number of jobs that this process has connected to, by launcher and rank."""
 
 
 def store_from_env(
@@ -39,9 +49,14 @@ def store_from_env(
         client = connect_store(*parse_address(served_at), timeout_s)
     else:
         if rank == 0:
-            keep.append(serve_store(address, port))
+            if (address, port) not in _servers:
+                _servers[address, port] = serve_store(address, port)
+            keep.append(_servers[address, port])
         client = connect_store(address, port, timeout_s)
-    return JobStore(client, f"job/{restart}/")
+    launcher = (rank, restart, env.get(STORE_VARIABLE, (address, port)))
+    number = _jobs[launcher]
+    _jobs[launcher] += 1
+    return JobStore(client, f"job/{restart}.{number}/" if number else f"job/{restart}/")
 
 
 def _exchange_address(address: str, port: int, key: str, rank: int, host: str, timeout_s: float, keep: list[Any]) -> str:
@@ -51,8 +66,10 @@ def _exchange_address(address: str, port: int, key: str, rank: int, host: str, t
             address, port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
         if rank == 0:
-            keep.append(serve_store(host))
-            torch_store.set(key, f"[{host}]:{keep[-1].port}" if ":" in host else f"{host}:{keep[-1].port}")
+            if (address, port, key) not in _servers:
+                server = _servers[address, port, key] = serve_store(host)
+                torch_store.set(key, f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}")
+            keep.append(_servers[address, port, key])
         return torch_store.get(key).decode()
     except RuntimeError as error:
         raise PeerLost(

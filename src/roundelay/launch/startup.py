@@ -7,6 +7,7 @@ each rank ends with the same error, which names the ranks, the pair or the setti
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import json
 import logging
@@ -36,6 +37,8 @@ PROBE_S = 5.0
 LISTED = 4
 """Failed connections that one rank lists in its error."""
 VOTE = "start"
+SETTINGS = "settings/"
+"""Prefix of the keys with the settings of each rank."""
 REACH_HINT = "open the ephemeral ports between the machines, and set bind_address=auto or an address that all machines reach"
 
 logger = logging.getLogger(__name__)
@@ -103,6 +106,11 @@ def is_loopback(address: str) -> bool:
     return address == "localhost"
 
 
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Return settings as JSON; each value as text, so that values of different types can be compared."""
+    return json.dumps({key: json.dumps(value, sort_keys=True, default=str) for key, value in sorted(settings.items())})
+
+
 def describe_rank(size: int, machine: str, digest: Mapping[str, Any], bind_address: str) -> dict[str, Any]:
     """Return what a rank publishes about itself."""
     return {
@@ -110,7 +118,7 @@ def describe_rank(size: int, machine: str, digest: Mapping[str, Any], bind_addre
         "machine": machine,
         "host": socket.gethostname(),
         "versions": {"roundelay": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "settings": {key: json.dumps(value, sort_keys=True, default=str) for key, value in digest.items()},
+        "settings": hashlib.sha256(settings_text(digest).encode()).hexdigest(),
         "pid": os.getpid(),
         "network": network_name(),
         "bind_address": bind_address,
@@ -190,8 +198,9 @@ def agree_to_start(
                 own |= {"probe": probe.address, "token": probe.token}
             except UsageError as failure:
                 verdict = failure
+        store.set(f"{SETTINGS}{rank}", settings_text(digest))
         ranks = exchange_rank_info(store, rank, size, timeout_s, own, membership)
-        verdict = verdict or difference(ranks) or (loopback_error(ranks) if test_links else None) or error(ranks)
+        verdict = verdict or difference(store, ranks) or (loopback_error(ranks) if test_links else None) or error(ranks)
         if verdict is None and test_links:
             failures = unreachable(ranks, rank, timeout_s)
             if report_links:
@@ -209,20 +218,32 @@ def agree_to_start(
     return ranks
 
 
-def difference(ranks: Sequence[Mapping[str, Any]]) -> UsageError | None:
-    """Return the error that names the first version or setting in which a rank differs from rank 0, or None."""
+def difference(store: Store, ranks: Sequence[Mapping[str, Any]]) -> UsageError | None:
+    """Return the error that names the first version or setting in which a rank differs from rank 0, or None.
+
+    The entries contain a checksum of the settings; the settings are read from the store only if one differs.
+    """
     for other, info in enumerate(ranks):
-        for what in ("versions", "settings"):
-            for key in sorted(set(ranks[0][what]) | set(info[what])):
-                a, b = ranks[0][what].get(key), info[what].get(key)
-                if a != b:
-                    return UsageError(
-                        f"{key} must be equal on all ranks ({_listed({0: a, other: b})})",
-                        where=f"{what}, {key}",
-                        hint="install the same versions on all machines"
-                        if what == "versions"
-                        else "start all ranks with the same settings",
-                    )
+        hint = "install the same versions on all machines"
+        if error := _first_difference("versions", ranks[0]["versions"], info["versions"], other, hint):
+            return error
+        if info["settings"] != ranks[0]["settings"]:
+            texts = store.get_many([f"{SETTINGS}0", f"{SETTINGS}{other}"])
+            first, second = (json.loads(texts[f"{SETTINGS}{rank}"] or "{}") for rank in (0, other))
+            if error := _first_difference("settings", first, second, other, "start all ranks with the same settings"):
+                return error
+    return None
+
+
+def _first_difference(
+    what: str, first: Mapping[str, str], second: Mapping[str, str], other: int, hint: str
+) -> UsageError | None:
+    for key in sorted(set(first) | set(second)):
+        a, b = first.get(key), second.get(key)
+        if a != b:
+            return UsageError(
+                f"{key} must be equal on all ranks ({_listed({0: a, other: b})})", where=f"{what}, {key}", hint=hint
+            )
     return None
 
 

@@ -26,11 +26,8 @@ def run_threads(job: Callable[..., Any], *args: Any, size: int, simulate_nodes: 
 
     def learner(rank: int) -> None:
         try:
-            context = single_process_context("cpu", threads, rank, simulate_nodes)
-            try:
+            with single_process_context("cpu", threads, rank, simulate_nodes) as context:
                 results[rank] = job(context, *args)
-            finally:
-                context.close()
         except BaseException as error:
             tracebacks.append(f"rank {rank}: {traceback.format_exc()}")
             if isinstance(error, RoundelayError) and not isinstance(error, PeerLost):

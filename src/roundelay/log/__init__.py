@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from roundelay.log.progress import terminal_width, wrap
+from roundelay.log.progress import write_line
 
 PACKAGE = "roundelay"
 
@@ -35,7 +35,7 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(wrap(self.format(record), terminal_width(sys.stderr)), file=sys.stderr, flush=True)
+            write_line(self.format(record), sys.stderr)
         except Exception:
             self.handleError(record)
 

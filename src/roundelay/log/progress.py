@@ -13,6 +13,7 @@ import os
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from typing import Any
 
 PLAIN_EVERY_S = 60.0
@@ -60,8 +61,9 @@ def wrap(text: str, width: int) -> str:
 
 
 def write_line(text: str, stream: Any) -> None:
-    """Print text to a stream, wrapped to the width of the terminal."""
-    print(wrap(text, terminal_width(stream)), file=stream, flush=True)
+    """Print a message to a stream, wrapped to the width of the terminal. Does not raise if the stream cannot be written."""
+    with suppress(OSError):
+        print(wrap(text, terminal_width(stream)), file=stream, flush=True)
 
 
 def say(text: str) -> None:

@@ -29,14 +29,15 @@ class _FileHandler(logging.Handler):
 
 
 class _LineHandler(logging.Handler):
-    """Pass messages to a function that prints a line."""
+    """Pass messages to a function that prints a line. A write error, such as a closed pipe, drops the line."""
 
     def __init__(self, write_line: Callable[[str], None]) -> None:
         super().__init__()
         self._write_line = write_line
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._write_line(record.getMessage())
+        with suppress(OSError):
+            self._write_line(record.getMessage())
 
 
 def rank_logger(

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +151,8 @@ class LiveDashboard:
             self._thread.join(5.0)
             self._thread = None
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):  # the terminal was closed
+                self._live.stop()
             self._live = None
 
     # -- drawing thread ------------------------------------------------------------------------------------------------

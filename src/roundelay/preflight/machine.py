@@ -8,18 +8,24 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from roundelay import config
+from roundelay.core.contracts import Store
 from roundelay.errors import DataError, PeerLost, UsageError
-from roundelay.fleet.store import JobStore, connect_store, serve_store
+from roundelay.fleet.store import JobStore, connect_store, serve_store, wait_for_key
 from roundelay.launch.context import choose_device, local_address_towards
 from roundelay.version import __version__
 
 MIN_DISK_GB, MIN_MEMORY_GB, MIN_SHM_MB = 1.0, 1.0, 64.0
 WRITE_BYTES = 8 << 20
+MARKER = ".roundelay-check-"
+"""Prefix of the names of temporary files."""
+MARKER_KEY = "run-marker"
 LIBRARIES = ("torch", "numpy", "numba", "safetensors", "rich", "kaldi-decoder", "kaldifst", "espeakng-loader")
 NEEDED_FOR = {"espeakng-loader": "the extra 'synth', which the demo needs"}
 
@@ -108,10 +114,15 @@ def check_shared_memory() -> CheckResult:
     return CheckResult("shared memory", f"{free / 1000:.1f} GB free in /dev/shm")
 
 
+def existing_parent(run: str) -> Path:
+    """Return the run directory, or the folder nearest to it that exists."""
+    folder = Path(run or "runs")
+    return next(p for p in (folder, *folder.resolve().parents) if p.is_dir())
+
+
 def check_disk(run: str) -> list[CheckResult]:
     """Check free space and write speed where the run directory would be. Leaves no file."""
-    folder = Path(run or "runs")
-    parent = next(p for p in (folder, *folder.resolve().parents) if p.is_dir())
+    parent = existing_parent(run)
     free = shutil.disk_usage(parent).free / 1e9
     space = CheckResult("disk", f"{free:.1f} GB free at {parent}")
     if free < MIN_DISK_GB:
@@ -119,7 +130,7 @@ def check_disk(run: str) -> list[CheckResult]:
         space = CheckResult("disk", space.detail, "warning", hint)
     try:
         began = time.perf_counter()
-        with tempfile.NamedTemporaryFile(dir=parent, prefix=".roundelay-check-") as file:
+        with tempfile.NamedTemporaryFile(dir=parent, prefix=MARKER) as file:
             file.write(os.urandom(WRITE_BYTES))
             file.flush()
             os.fsync(file.fileno())
@@ -142,6 +153,31 @@ def check_store(bind_address: str, port: int) -> CheckResult:
         return CheckResult("store", error.message, "failure", error.hint, error.exit_code)
     where = "a port the system chooses" if port == 0 else f"port {port}"
     return CheckResult("store", f"answers on {bind_address}, {where}")
+
+
+@contextmanager
+def shared_folder_marker(store: Store, run: str) -> Iterator[None]:
+    """On rank 0: keep a temporary file at the run directory for `check_shared_folder` of other ranks inside the block."""
+    with ExitStack() as stack:
+        name = ""
+        with suppress(OSError):  # reported by `check_disk`
+            name = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=existing_parent(run), prefix=MARKER)).name).name
+        store.set(MARKER_KEY, name)
+        yield
+
+
+def check_shared_folder(store: Store, run: str, rank: int, timeout_s: float) -> CheckResult:
+    """Check on another rank than 0 that the run directory is that of rank 0. Blocks until rank 0 has created its file."""
+    name = wait_for_key(store, MARKER_KEY, timeout_s, rank, lambda text: True, awaited=[0])
+    if not name or (existing_parent(run) / name).exists():
+        return CheckResult("run directory", f"run={run} is that of rank 0")
+    return CheckResult(
+        "run directory",
+        f"run={run} of rank 0 is not visible here",
+        "failure",
+        "put the run directory on a disk that all machines share",
+        UsageError.exit_code,
+    )
 
 
 def interfaces() -> str:

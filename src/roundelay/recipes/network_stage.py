@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from roundelay import config as configuration
 from roundelay.config import ResolvedConfig, TrainConfig, build_task
+from roundelay.core.settings import common_settings
 from roundelay.engine.learner import build_strategy
 from roundelay.engine.trainer import train
 from roundelay.errors import DataError, Interrupted, RoundelayError, UsageError
@@ -47,8 +48,6 @@ PACKED_WORKERS = 2
 FINGERPRINT_FILE = "fingerprint.json"
 UNFINGERPRINTED = ("run", "resume", "progress")
 """Settings that do not decide whether a training may be resumed."""
-AGREED = ("task", "strategy", "strategy_options", "topology", "backend", "epochs", "lr", "seed", "deterministic_reduce")
-"""Settings that all ranks compare before the first step."""
 
 
 @dataclass(frozen=True)
@@ -256,20 +255,20 @@ def train_here(task: FrameTask, config: TrainConfig) -> None:
 def train_rank(task: FrameTask, config: TrainConfig) -> int:
     """Train as one rank of the job that the environment variables describe. Runs in a learner's process."""
     set_learner_threads()
-    context = context_from_env(
+    with context_from_env(
         backend=config.backend,
         bind_address=config.bind_address,
         timeout_s=config.timeout_s,
         failure_s=config.failure_s,
         device=config.device,
         simulate_nodes=config.simulate_nodes,
-        digest={key: getattr(config, key) for key in AGREED},
-    )
-    try:
-        run_engine(task, context, config)
-    except BaseException as error:
-        context.abort_job(error)
-        raise
+        digest=common_settings(config),
+    ) as context:
+        try:
+            run_engine(task, context, config)
+        except BaseException as error:
+            context.abort_job(error)
+            raise
     return 0
 
 

@@ -108,10 +108,9 @@ def measure_machine(pool: ProcessPool, batch: int, repeats: int) -> dict[str, fl
 
 def measure_ranks(batch: int, repeats: int) -> tuple[dict[str, float], dict[str, float]] | None:
     """Measure compute and the link between the two ranks of a launched job. Rank 0 gets the result, rank 1 None."""
-    context = context_from_env(
+    with context_from_env(
         backend="torch", bind_address="auto", timeout_s=60.0, device="cpu", simulate_nodes=0, digest={"batch": batch}
-    )
-    try:
+    ) as context:
         if context.size != LEARNERS:
             raise UsageError(
                 f"calibrate needs {LEARNERS} ranks (got {context.size})",
@@ -128,8 +127,6 @@ def measure_ranks(batch: int, repeats: int) -> tuple[dict[str, float], dict[str,
             "mean": [mean_seconds(context, parameters) for _ in range(repeats)],
         }
         ranks = gather_json(context, "calibrate", local, TIMEOUT_S)
-    finally:
-        context.close()
     if context.rank != 0:
         return None
     slowest = {n: max(rank["step_s"][str(n)] for rank in ranks) for n in step_s}

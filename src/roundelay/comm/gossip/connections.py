@@ -66,7 +66,9 @@ class ConnectionSet:
     def take_added(self) -> Iterator[tuple[int, int, socket.socket | PeerConnection, bool]]:
         """Yield what was handed over by `add`."""
         while self._added:
-            yield self._added.popleft()
+            added = self._added.popleft()
+            self._connecting.discard(added[0])  # not earlier: the partner would be connected to twice
+            yield added
 
     def register(self, peer: int, transport: socket.socket | PeerConnection, answer: bool, applied: int) -> bool:
         """Make a connection one of the set, and answer its handshake with the last exchange applied here."""
@@ -75,10 +77,10 @@ class ConnectionSet:
             try:
                 if answer:
                     answer_handshake(transport, self._rank, applied)
-            except ConnectionClosed:
+                connection = Connection(transport)
+            except (ConnectionClosed, OSError):
                 transport.close()
                 return False
-            connection = Connection(transport)
         else:
             connection = transport
         if peer >= 0:
@@ -105,8 +107,9 @@ class ConnectionSet:
                     logger.debug("rank %d cannot connect to rank %d: %s", self._rank, peer, error)
                     self._closed.wait(pause)
                     pause = min(2 * pause, LAST_RETRY_S)
-            self._connecting.discard(peer)  # before `add`: the connection may be lost again at once
-            if connection is not None:
+            if connection is None:
+                self._connecting.discard(peer)
+            else:
                 self.add(peer, *connection)
 
         threading.Thread(target=run, name=f"connect-{self._rank}-{peer}", daemon=True).start()
@@ -128,6 +131,10 @@ class ConnectionSet:
             sock.close()
         if self._closed.is_set():
             sock.close()
+
+    def __contains__(self, connection: PeerConnection) -> bool:
+        """Return whether a connection has been registered and neither removed nor replaced."""
+        return connection in self.clients or (connection.peer is not None and self.partners.get(connection.peer) is connection)
 
     # -- polling -----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from roundelay.comm.gossip.thread import GossipThread
 from roundelay.core.contracts import Membership, Store
+from roundelay.core.wait import wait_until
 from roundelay.fleet.membership import FAILURES
 from roundelay.fleet.vote import poll_interval
 
@@ -57,14 +58,23 @@ class BackgroundGossip:
     def _gather(self, what: str) -> list[int]:
         """Block until every live rank has published `what`; return the values."""
         keys = [f"{self._name}/{what}/{member}" for member in range(len(self._ranks))]
-        while True:
+        values: dict[str, str | None] = {}
+        missing: list[int] = []
+
+        def complete() -> bool:
             self._thread.raise_if_failed()
-            values = self._store.get_many(keys)
-            missing = [member for member, key in enumerate(keys) if values[key] is None]
+            values.update(self._store.get_many(keys))
+            missing[:] = [member for member, key in enumerate(keys) if values[key] is None]
             if missing:
                 failed = self._membership.failed_ranks()
-                missing = [member for member in missing if self._ranks[member] not in failed]
-            if not missing:
-                return [int(text) for text in values.values() if text is not None]
+                missing[:] = [member for member in missing if self._ranks[member] not in failed]
+            return not missing
+
+        wait_until(
+            complete,
+            float("inf"),
+            poll_s=max(POLL_S, poll_interval(len(keys))),
             # one missing key suffices: with all of them each arrival would wake every rank
-            self._store.pause(max(POLL_S, poll_interval(len(keys))), keys[missing[-1]], FAILURES)
+            sleep=lambda seconds: self._store.pause(seconds, keys[missing[-1]], FAILURES),
+        )
+        return [int(text) for text in values.values() if text is not None]

@@ -7,13 +7,11 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from roundelay.comm.vectors import AVERAGED, FENCED, GOSSIPS, MOVED_TO, ROUNDS, LockTimeout, SharedVectors, VectorSegment
+from roundelay.comm.vectors import AVERAGED, FENCED, GOSSIPS, ROUNDS, LockTimeout, SharedVectors, VectorSegment
 from roundelay.core import kernels
 from roundelay.core.update_log import Op, UpdateLog
 from roundelay.errors import PeerLost
 
-OWN_LOCK_S = 0.0005
-"""Deadline for the own lock while the partner's is held."""
 OVERTAKEN = -1
 DISTANCE_SAMPLE = 4096
 """Number of elements from which the distance between partners is estimated."""
@@ -41,28 +39,30 @@ class PairAverager:
         """Average both vectors; return the logical clock of both sides after it, or None if a lock was not free in time.
 
         `round` is the round of this exchange. If a partner has averaged with this rank since, do nothing and return OVERTAKEN.
-        The own lock is never held while this thread waits for the partner's: a partner that
-        was stopped while it held its lock delays no gradient. Returns None as well if one side does not gossip yet, was
-        declared failed, or its process has ended.
+        Neither lock is held while this thread waits for the other one, so that no gradient on either side waits longer than for
+        one average. Returns None as well if one side does not gossip yet, was declared failed, or its process has ended.
         """
         deadline = time.monotonic() + timeout_s
+        first, second = peer, self.rank
         while True:
             try:
                 with (
-                    self.vectors.lock(peer, max(deadline - time.monotonic(), 0.0)) as other,
+                    self.vectors.lock(first, max(deadline - time.monotonic(), 0.0)) as one,
                     suppress(LockTimeout),
-                    self.vectors.lock(self.rank, OWN_LOCK_S) as own,
+                    self.vectors.lock(second, 0.0) as two,
                 ):
+                    own, other = (one, two) if first == self.rank else (two, one)
                     return self._average(own, other, peer, round)
             except (LockTimeout, PeerLost):  # PeerLost: its process has ended, which the next tick finds out
                 return None
             if time.monotonic() >= deadline:
                 return None
+            first, second = second, first  # wait for the lock that was taken
 
     def _average(self, own: VectorSegment, other: VectorSegment, peer: int, round: int) -> int | None:
         if own.header[ROUNDS] > round:
             return OVERTAKEN
-        if own.header[FENCED] or other.header[FENCED] or own.header[MOVED_TO] or other.header[MOVED_TO]:
+        if own.header[FENCED] or other.header[FENCED]:
             return None
         if not other.header[GOSSIPS]:  # its first assignment would overwrite the average
             return None

@@ -8,6 +8,9 @@ exchanges is limited to MAX_CREDIT, so that a rank that was averaged often while
 partner is that of the rank's current round. Rounds are a logical clock: they choose partners, and nothing waits for them. A
 round whose partner has failed, is suspected, or already has an exchange with this rank under way is skipped.
 
+An exchange that takes far longer than usual is slow. A rank exchanges with other partners during that time, but takes part in
+one slow exchange at a time, or the weights would diverge: see MAX_OPEN. Further slow partners are skipped or answered later.
+
 Between machines, snapshots on one edge are numbered from 1 in each direction, and those with the same number belong together. A
 rank that receives snapshot n sends its own snapshot n if it has not yet. At most one number is open per edge. Both sides keep
 their snapshot until both have applied it; after a reconnection each side sends it again if the other has not applied it. So an
@@ -28,12 +31,15 @@ MAX_OWED = 2.0
 """Exchanges that are made up for after a delay; averaging more often would change little."""
 MAX_CREDIT = 1.0
 """Exchanges started by partners that count in advance."""
-MAX_OPEN = 2
-"""Snapshots of this rank that are under way at the same time: of the exchange it has started, and of one that it answers. Each
-adds half a difference to w later, so with more of them w could leave the range of the weights that are averaged. An exchange
-that is answered depends on no other one, so ranks that wait for an answer cannot wait for each other in a circle."""
-LATE_S, LATE_FACTOR = 1.0, 4.0
-"""An exchange that takes longer than LATE_S, and LATE_FACTOR times as long as usual, keeps this rank from no other exchange."""
+MAX_OPEN, MAX_SLOW, MAX_UNAPPLIED = 2, 1, 4
+"""Snapshots of this rank that are under way at the same time: of an exchange it has started and of one that it answers; of slow
+exchanges; of all, because exchanges with new partners turn out to be slow later. Each adds half a difference to w when it is
+complete. With k slow ones at every rank, a difference between two sites is multiplied by about 1 - k, so with more of them
+w would diverge. Only partners that have vanished in the middle of an exchange do not count."""
+SLOW_S, SLOW_FACTOR = 1.0, 4.0
+"""An exchange that takes longer than SLOW_S, and SLOW_FACTOR times as long as usual, is slow: its rank does not wait."""
+MAX_SEARCH = 64
+"""Rounds that are looked at for an available partner at once: a step of the training thread must not take long."""
 SUSPECT_S = 3.0
 """An open exchange without progress for this time makes its partner suspected."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 8.0
@@ -102,12 +108,24 @@ class Edge:
     """Last number that the peer has applied."""
     opened_at: float = 0.0
     """When the last snapshot was taken."""
+    seconds: float = 0.0
+    """Duration of the last exchange."""
     progress_at: float = 0.0
 
     @property
     def open(self) -> bool:
         """Whether an exchange has begun that one of the two sides has not applied."""
         return self.sent > min(self.applied, self.acknowledged) or self.announced > self.applied
+
+    @property
+    def unapplied(self) -> bool:
+        """Whether this rank has taken a snapshot and has not applied the exchange."""
+        return self.sent > self.applied
+
+    @property
+    def answered(self) -> bool:
+        """Whether both snapshots of an exchange are under way: it depends on no other exchange."""
+        return self.announced > self.applied
 
 
 class GossipProtocol:
@@ -123,9 +141,8 @@ class GossipProtocol:
     ) -> None:
         self.rank, self.size, self.matching = rank, size, matching
         self.local = frozenset(local) - {rank}
-        self.edges = {
-            peer: Edge() for pair in matching.edges if rank in pair for peer in pair if peer != rank and peer not in self.local
-        }
+        self.neighbors = frozenset(peer for pair in matching.edges if rank in pair for peer in pair if peer != rank)
+        self.edges = {peer: Edge() for peer in sorted(self.neighbors - self.local)}
         self.rounds = self.exchanges = self.skipped = 0
         self.failed: set[int] = set()
         self.suspected: set[int] = set()
@@ -134,7 +151,7 @@ class GossipProtocol:
         self._initiating = True
         self._initiated: int | None = None
         self._deferred: list[int] = []
-        self._usual_s = 0.0
+        self._usual_s: float | None = None
         """Usual duration of an exchange; it follows short ones faster than long ones."""
         self._retry: dict[int, tuple[float, float]] = {}
 
@@ -147,9 +164,12 @@ class GossipProtocol:
 
     def tick(self, now: float) -> list[Action]:
         """Note that time has passed: a partner without progress becomes suspected. Call it every few tenths of a second."""
+        self.suspected -= {peer for peer, (until, _) in self._retry.items() if now >= until}
         for peer, edge in self.edges.items():
             if edge.open and now - edge.progress_at > SUSPECT_S:
-                self._suspect(peer)
+                self.suspected.add(peer)
+                if self._initiated == peer:
+                    self._initiated = None
         return self._answer_deferred(now) + self._initiate(now)
 
     def averaged(self, peer: int, rounds: int, now: float) -> list[Action]:
@@ -189,7 +209,7 @@ class GossipProtocol:
         edge.connected, edge.announced, edge.progress_at = True, edge.applied, now
         self.suspected.discard(peer)
         actions = self.acknowledged(peer, peer_applied, now)
-        if edge.sent > peer_applied:
+        if edge.sent > edge.acknowledged:  # not `peer_applied`, which is older than what the peer has acknowledged since
             actions.append(SendSnapshot(peer, edge.sent, fresh=False))
         return actions + self._initiate(now)
 
@@ -209,17 +229,19 @@ class GossipProtocol:
         if number != edge.applied + 1 or edge.announced > edge.applied:
             raise ValueError(f"snapshot {edge.applied + 1} is next (got {number})")
         edge.announced, edge.progress_at = number, now
-        if edge.sent < number and self._open_snapshots(now) >= MAX_OPEN:
+        actions = self.acknowledged(peer, number - 1, now)  # its acknowledgment may have been lost with a connection
+        if edge.sent < number:
             self._deferred.append(peer)
-            return []
-        return self._answer(peer, now)
+            return actions + self._answer_deferred(now)
+        return [*actions, Receive(peer, number)]
 
     def received(self, peer: int, number: int, now: float) -> list[Action]:
         """Snapshot `number` is in memory."""
         edge = self.edges[peer]
         edge.applied, edge.progress_at = number, now
-        seconds = now - edge.opened_at
-        self._usual_s += (seconds - self._usual_s) * (0.3 if seconds < self._usual_s else 0.05)
+        edge.seconds = seconds = now - edge.opened_at
+        rate = 1.0 if self._usual_s is None else 0.3 if seconds < self._usual_s else 0.05
+        self._usual_s = (1 - rate) * (self._usual_s or 0.0) + rate * seconds
         actions: list[Action] = [ApplyHalfDifference(peer, number)]
         if edge.acknowledged >= number:
             actions.append(Discard(peer, number))
@@ -274,34 +296,53 @@ class GossipProtocol:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _open_snapshots(self, now: float) -> int:
-        """Return the number of snapshots of this rank that are under way, without those to silent and slow partners."""
-        return sum(
-            edge.sent > edge.applied and edge.connected and peer not in self.suspected and not self._late(edge, now)
-            for peer, edge in self.edges.items()
-        )
+    def _slow(self, edge: Edge, now: float) -> bool:
+        """Return whether the exchange of an edge, open or the last one, takes far longer than usual for this rank."""
+        seconds = max(edge.seconds, now - edge.opened_at if edge.unapplied else 0.0)
+        return seconds > max(SLOW_S, SLOW_FACTOR * (self._usual_s or 0.0))
 
-    def _late(self, edge: Edge, now: float) -> bool:
-        """Return whether the open exchange of an edge takes far longer than usual: a slow partner delays only its own."""
-        return now - edge.opened_at > max(LATE_S, LATE_FACTOR * self._usual_s)
+    def _under_way(self) -> list[Edge]:
+        """Return the edges with an unapplied snapshot of this rank, without those of partners that have vanished."""
+        return [e for peer, e in self.edges.items() if e.unapplied and e.connected and peer not in self.suspected]
 
-    def _answer(self, peer: int, now: float) -> list[Action]:
+    def _may_open(self, edge: Edge, under_way: list[Edge], now: float) -> bool:
+        """Return whether one more snapshot may be taken. Slow partners, and new ones that may be slow, wait for each other."""
+        slow = sum(self._slow(e, now) for e in under_way)
+        if len(under_way) >= MAX_UNAPPLIED or len(under_way) - slow >= MAX_OPEN:
+            return False
+        return slow < MAX_SLOW if self._slow(edge, now) else edge.applied > 0 or slow <= MAX_SLOW
+
+    def _may_start(self, peer: int, under_way: list[Edge], now: float) -> bool:
+        """Return whether this rank may start an exchange. One place is left for an answer."""
+        return sum(not e.answered for e in under_way) <= MAX_SLOW and self._may_open(self.edges[peer], under_way, now)
+
+    def _start(self, peer: int, now: float) -> SendSnapshot:
         edge = self.edges[peer]
-        actions: list[Action] = []
-        if edge.sent < edge.announced:
-            edge.sent, edge.opened_at = edge.announced, now
-            actions.append(SendSnapshot(peer, edge.sent, fresh=True))
-        return [*actions, Receive(peer, edge.announced)]
+        edge.sent, edge.opened_at, edge.progress_at = edge.applied + 1, now, now
+        return SendSnapshot(peer, edge.sent, fresh=True)
+
+    def _may_answer(self, peer: int, under_way: list[Edge], now: float) -> bool:
+        """Return whether this rank may answer an exchange now.
+
+        Ranks must not wait for each other in a circle. An exchange whose two snapshots are under way depends on no other one,
+        and one that this rank waits for makes only higher ranks wait.
+        """
+        if peer < self.rank and (self._slow(self.edges[peer], now) or not self.edges[peer].applied):
+            under_way = [e for e in under_way if e.answered]
+        return self._may_open(self.edges[peer], under_way, now)
 
     def _answer_deferred(self, now: float) -> list[Action]:
-        if not self._deferred or self._open_snapshots(now) >= MAX_OPEN:
-            return []
-        return self._answer(self._deferred.pop(0), now)
-
-    def _suspect(self, peer: int) -> None:
-        self.suspected.add(peer)
-        if self._initiated == peer:
-            self._initiated = None
+        """Answer what may be answered now: first come, first served, except that slow partners make no other ones wait."""
+        actions: list[Action] = []
+        under_way = self._under_way() if self._deferred else []
+        for peer in list(self._deferred):
+            if self._may_answer(peer, under_way, now):
+                self._deferred.remove(peer)
+                edge = self.edges[peer]
+                edge.sent, edge.opened_at = edge.announced, now
+                under_way.append(edge)
+                actions += [SendSnapshot(peer, edge.sent, fresh=True), Receive(peer, edge.sent)]
+        return actions
 
     def _complete(self, peer: int | None) -> None:
         """Count an exchange; `peer` is the partner if it may be the one of the current round."""
@@ -328,12 +369,13 @@ class GossipProtocol:
 
     def _initiate(self, now: float) -> list[Action]:
         """Start an exchange with the partner of the next usable round, if one is due and none started by this rank is open."""
-        if self._initiated in self.edges and self._late(self.edges[self._initiated], now):
+        if self._initiated in self.edges and self._slow(self.edges[self._initiated], now):
             self._initiated = None
         if not self._initiating or self._initiated is not None or self._owed < 1.0 or len(self.failed) + 1 >= self.size:
             return []
-        skipped = self.skipped
-        for _ in range(2 * self.size + 2):
+        actions: list[Action] = []
+        skipped, under_way, last_resort = self.skipped, self._under_way(), None
+        for _ in range(min(2 * self.size + 2, MAX_SEARCH) if any(self._available(p, now) for p in self.neighbors) else 0):
             peer = self.matching(self.rounds)[self.rank]
             if peer == self.rank:
                 self.rounds += 1
@@ -341,12 +383,20 @@ class GossipProtocol:
                 self._skip()
             elif peer in self.local:
                 self._initiated = peer
-                return [Average(peer, self.rounds)]
-            elif self._open_snapshots(now) >= MAX_OPEN:
-                break
+                return [*actions, Average(peer, self.rounds)]
+            elif not self._may_start(peer, under_way, now):
+                if sum(not self._slow(e, now) for e in under_way) >= MAX_OPEN:
+                    return actions  # the round waits until one of them is complete
+                self._skip()
+            elif not self._slow(self.edges[peer], now):
+                self._initiated = peer
+                return [*actions, self._start(peer, now)]
+            elif peer < self.rank:  # slow ones are started by the higher rank, so that few wait for an answer
+                actions.append(self._start(peer, now))
+                under_way.append(self.edges[peer])
+                self.rounds += 1
             else:
-                self._initiated, edge = peer, self.edges[peer]
-                edge.sent, edge.opened_at, edge.progress_at = edge.applied + 1, now, now
-                return [SendSnapshot(peer, edge.sent, fresh=True)]
+                last_resort = peer
+                self._skip()
         self.skipped = skipped  # no partner is available now; the clock advances, so that later rounds are tried next
-        return []
+        return [self._start(last_resort, now)] if last_resort is not None and not actions else actions

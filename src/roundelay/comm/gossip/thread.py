@@ -37,6 +37,8 @@ INLINE_LOCK_S, LOCK_S = 0.0005, 0.05
 """Deadlines for a partner's lock: of the training thread, and of the gossip thread (plus SECONDS_PER_BYTE)."""
 DRAIN_S = 10.0
 """At the end, an exchange without progress for this time is given up."""
+DRAIN_LIMIT_S = 300.0
+"""At the end, all exchanges are given up after this time, also those on a link that is lost again and again."""
 METRICS = ("exchanges", "exchange_s", "distance", "skipped")
 
 
@@ -163,15 +165,15 @@ class GossipThread:
 
     def drain(self) -> None:
         """Block until all exchanges that have begun are complete, or no longer make progress. Call it after stop_initiating."""
-        protocol = self.protocol
+        protocol, end = self.protocol, time.monotonic() + DRAIN_LIMIT_S
         assert protocol is not None
 
         def waits() -> bool:
             self.raise_if_failed()
             now = time.monotonic()
             with self._mutex:
-                open_edges = [p for p in protocol.open_edges if p in protocol.edges and p not in protocol.failed]
-                return any(now - protocol.edges[p].progress_at < DRAIN_S for p in open_edges)
+                edges = [protocol.edges[p] for p in protocol.open_edges if p in protocol.edges and p not in protocol.failed]
+            return now < end and any(now - edge.progress_at < DRAIN_S for edge in edges)
 
         wait_until(lambda: not waits(), float("inf"), poll_s=0.001)
 
@@ -246,10 +248,12 @@ class GossipThread:
     def _note_averages(self, protocol: GossipProtocol) -> None:
         """Tell the protocol of the averages that other ranks of the node have made with this one."""
         header = self.vectors.header(self.rank)
-        averaged = int(header[AVERAGED])
-        if averaged != self._seen_averaged:
+        averaged, rounds = int(header[AVERAGED]), int(header[ROUNDS])
+        if (
+            averaged != self._seen_averaged or rounds > protocol.rounds
+        ):  # a rank that dies in between has written the latter only
             count, self._seen_averaged = averaged - self._seen_averaged, averaged
-            protocol.averaged_by_peer(count, int(header[ROUNDS]))
+            protocol.averaged_by_peer(count, rounds)
 
     def _tick(self, protocol: GossipProtocol, now: float) -> list[Action]:
         for peer in self.vectors.here if self._watches_peers else ():
@@ -262,7 +266,7 @@ class GossipThread:
         for peer in set(failures) - protocol.failed - {self.rank}:
             self._perform(protocol.fail(peer, now), False)
             if peer in self.connections.partners:
-                self.connections.remove(self.connections.partners[peer])
+                self._close(self.connections.partners[peer])
             if peer in self.vectors.here:  # it may be suspended, and must not average when it wakes up
                 with suppress(PeerLost):
                     self.vectors.header(peer)[FENCED] = 1
@@ -333,8 +337,8 @@ class GossipThread:
         self._awaited[connection] = buffer
         try:
             connection.receive(bytes_of(buffer))
-        except ConnectionClosed as error:
-            self._drop(connection, str(error))
+        except ConnectionClosed:
+            self._drop(connection)
 
     def _apply(self, action: ApplyHalfDifference) -> None:
         own, received = self._snapshots[action.peer]
@@ -346,15 +350,19 @@ class GossipThread:
             self._log(Op.APPLY_HALF_DIFF, number, action.peer, action.number)
             kernels.add_half_difference(self.shared_weights.vector, received, own)
         self._snapshots[action.peer][1] = None
-        self._free.append(received)
+        self._release(received)
         self._metrics["exchange_s"] += time.monotonic() - self._opened_at.pop(action.peer, time.monotonic())
         if (connection := self.connections.partners.get(action.peer)) is not None:
             connection.send(MessageType.ACK, action.number)
 
     def _discard(self, action: Discard) -> None:
         for tensor in self._snapshots.pop(action.peer, ()):
-            if tensor is not None and len(self._free) < 2:
-                self._free.append(tensor)
+            self._release(tensor)
+        self._opened_at.pop(action.peer, None)
+
+    def _release(self, tensor: Tensor | None) -> None:
+        if tensor is not None and len(self._free) < 4:  # for the next exchanges
+            self._free.append(tensor)
 
     def _log(self, op: Op, number: int, actor: int, round: int = -1) -> None:
         if self.update_log is not None:
@@ -388,16 +396,20 @@ class GossipThread:
                 transport.close()
                 continue
             if peer in self.connections.partners:
-                self._drop(self.connections.partners[peer], "replaced by a new connection")
+                self._close(self.connections.partners[peer])
+                self._perform(protocol.disconnected(peer, now), False)
             if self.connections.register(peer, transport, answer, protocol.edges[peer].applied):
                 self._perform(protocol.connected(peer, applied, now), False)
 
-    def _drop(self, connection: PeerConnection, reason: str) -> None:
-        """Close a connection. A partner is not failed: the edge is connected again, and its open exchange completed then."""
+    def _close(self, connection: PeerConnection) -> None:
         self.connections.remove(connection)
-        buffer = self._awaited.pop(connection, None)
-        if buffer is not None:
-            self._free.append(buffer)
+        self._release(self._awaited.pop(connection, None))
+
+    def _drop(self, connection: PeerConnection) -> None:
+        """Close a connection. A partner is not failed: the edge is connected again, and its open exchange completed then."""
+        if connection not in self.connections:
+            return
+        self._close(connection)
         if connection.peer is not None and self.protocol is not None and connection.peer in self.protocol.edges:
             self._perform(self.protocol.disconnected(connection.peer, time.monotonic()), False)
             if connection.peer not in self.protocol.failed:
@@ -405,13 +417,15 @@ class GossipThread:
 
     def _serve(self, connection: PeerConnection) -> None:
         """Read and write what is possible now."""
+        if connection not in self.connections:  # it has been replaced since it was selected
+            return
         try:
             if connection.writes:
                 connection.flush()
             while connection.reads and (message := connection.read()) is not None:
                 self._on_message(connection, message)
-        except (ConnectionClosed, ValueError) as error:
-            self._drop(connection, str(error))
+        except (ConnectionClosed, ValueError):
+            self._drop(connection)
 
     def _on_message(self, connection: PeerConnection, message: Message) -> None:
         """Handle a header, or a message whose payload is complete. Raises ConnectionClosed or ValueError if it is invalid."""
