@@ -102,6 +102,33 @@ def test_a_silent_store_ends_the_other_ranks_in_seconds(jobs: Jobs) -> None:
     assert "the job's store no longer answers" in ended.err
 
 
+STUCK = """
+import os
+import time
+from tasks import Dots
+
+class Stuck(Dots):
+    def build(self):
+        if os.environ.get("RANK") == "1":
+            open("stuck", "w").close()
+            time.sleep(100)
+        return super().build()
+"""
+
+
+@pytest.mark.timeout(150)
+def test_a_learner_that_is_stuck_ends_with_the_command_that_started_it(jobs: Jobs) -> None:
+    (jobs.folder / "stuck.py").write_text(STUCK)
+    job = jobs.train("task=stuck:Stuck", "strategy=adpsgd", "learners=2")
+    job.until(lambda: (jobs.folder / "stuck").exists(), "stuck learner")
+    learners = job.learners().values()
+    job.signal(signal.SIGKILL)
+    deadline = time.monotonic() + 50.0
+    while not all(gone(pid) for pid in learners):
+        assert time.monotonic() < deadline, "a stuck learner outlives the command"
+        time.sleep(0.05)
+
+
 def test_a_missing_log_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _relay_result(tmp_path / "removed", 1)
     _log_exit(tmp_path / "removed", 1, 4)

@@ -32,7 +32,7 @@ from roundelay.fleet.store import EmbeddedStore, JobStore, connect_store, serve_
 from roundelay.fleet.store_client import parse_address
 from roundelay.launch.rendezvous import STORE_VARIABLE
 from roundelay.launch.scratch import ScratchFolder, remove_stale_folders
-from roundelay.launch.signals import Child, SignalQueue, continue_after_parent, signal_all
+from roundelay.launch.signals import Child, SignalQueue, continue_after_parent, exit_after_parent, signal_all
 
 GRACE_S = 9.0
 """Seconds the remaining ranks of a synchronous strategy have to exit after a failure, before they are killed.
@@ -177,6 +177,7 @@ class ForkServer:
     def __init__(self, learn: Callable[[], int], size: int, bind_address: str, run: Path | None) -> None:
         load_shared_code()
         self._read_end, self._write_end = os.pipe()
+        self._alive, self._alive_write_end = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         self.children = []
@@ -187,6 +188,7 @@ class ForkServer:
                     self._run_child(learn, rank, size, bind_address, run)
                 self.children.append(ForkedProcess(pid))
         os.close(self._read_end)
+        os.close(self._alive)
 
     def release(self, address: str) -> list[ForkedProcess]:
         """Send the store's address to all children, which start to learn."""
@@ -195,16 +197,19 @@ class ForkServer:
         return self.children
 
     def close(self) -> None:
-        """Close the pipe. Children that have not received an address exit."""
+        """Close the pipes. Children that have not received an address exit."""
         os.close(self._write_end)
+        os.close(self._alive_write_end)
 
     def _run_child(self, learn: Callable[[], int], rank: int, size: int, bind_address: str, run: Path | None) -> NoReturn:
         """Run a child to its exit. Never returns into the code of the parent."""
         code = 1
         try:
             os.close(self._write_end)
+            os.close(self._alive_write_end)
             os.setsid()
             continue_after_parent()
+            exit_after_parent(self._alive)
             discard_pending_signals()
             message = os.read(self._read_end, self.ADDRESS.size)
             if not message:

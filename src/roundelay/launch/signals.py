@@ -1,16 +1,23 @@
-"""Signals of the launcher: what it forwards to the learners, and how it suspends the whole job."""
+"""Signals of the launcher: what it forwards to the learners, how it suspends the whole job, and what its end does to them."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from roundelay.core.interrupts import SIGNALS, restore_handlers, set_handlers
+from roundelay.errors import PeerLost
+from roundelay.log.console import print_error
 
 PR_SET_PDEATHSIG = 1
+EXIT_S = 5.0
+"""Time in which a learner without its parent can write what went wrong."""
 
 
 class Child(Protocol):
@@ -66,6 +73,21 @@ class SignalQueue:
             elif signal.SIGCONT not in self._pending:
                 signal_all(children, signal.SIGSTOP)
                 signal.raise_signal(signal.SIGSTOP)  # returns after SIGCONT, which is then in the queue
+
+
+def exit_after_parent(alive: int) -> None:
+    """End this process at most EXIT_S after its parent, whatever it is doing. Only the parent holds the other end of `alive`.
+
+    Without its parent a learner has no store and ends by itself, but not before a collective that it waits in has timed out.
+    """
+
+    def watch() -> None:
+        os.read(alive, 1)  # returns when the write end is closed
+        time.sleep(EXIT_S)
+        print_error("the process that started the learners has ended; start again with resume=auto")
+        os._exit(PeerLost.exit_code)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def continue_after_parent() -> None:
