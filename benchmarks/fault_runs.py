@@ -69,8 +69,8 @@ def learner_pids(root: int) -> dict[int, int]:
 
 
 def shm_entries() -> set[str]:
-    """Return the names in /dev/shm that belong to this project or to torch. Runs of benchmarks create no others."""
-    return {name for name in os.listdir(SHM) if name.startswith(("roundelay", "torch_"))}
+    """Return the names in /dev/shm that belong to this project or to torch, but for those of `benchmarks.namespaces`."""
+    return {name for name in os.listdir(SHM) if name.startswith(("roundelay", "torch_")) and not name.endswith("-shared")}
 
 
 def owned_by_live_process(name: str) -> bool:

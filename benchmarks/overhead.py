@@ -103,7 +103,7 @@ def costs(context: DistributedContext, parameters: int, repeats: int) -> dict[st
     x, y = torch.randn(parameters), torch.zeros(parameters)
     published = comm.publish(x)
     gossip_handle = comm.gossip(published, SeededMatching("ring", 2, 0), 1.0)
-    bare: Any = gloo(comm.store, "bare", context.rank, 2, getattr(comm, "host", "127.0.0.1"), 120.0)
+    bare: Any = gloo(comm.store, "bare", context.rank, 2, getattr(comm, "bind_address", "127.0.0.1"), 120.0)
     small = torch.zeros(1)
     seen: dict[str, list[float]] = {"copy_s": [], "send_recv_s": [], "exchange_s": [], "mean_s": []}
     done = 0

@@ -55,3 +55,13 @@ def test_a_rank_without_an_available_partner_looks_up_no_rounds() -> None:
     for number in range(10):
         protocol.step(float(number))
     assert matching.calls == 0
+
+
+def test_an_acknowledgment_starts_the_exchange_that_waited_for_it() -> None:
+    protocol = GossipProtocol(0, 2, Partners())
+    protocol.connected(1, 0, 0.0)
+    assert protocol.step(0.1) == [SendSnapshot(1, 1, fresh=True)]
+    protocol.announced(1, 1, 0.2)
+    protocol.received(1, 1, 0.3)
+    assert protocol.step(0.4) == [], "the partner has not applied the last exchange"
+    assert protocol.acknowledged(1, 1, 0.5) == [Discard(1, 1), SendSnapshot(1, 2, fresh=True)]

@@ -208,7 +208,7 @@ class GossipProtocol:
         edge = self.edges[peer]
         edge.connected, edge.announced, edge.progress_at = True, edge.applied, now
         self.suspected.discard(peer)
-        actions = self.acknowledged(peer, peer_applied, now)
+        actions = self._acknowledge(peer, peer_applied, now)
         if edge.sent > edge.acknowledged:  # not `peer_applied`, which is older than what the peer has acknowledged since
             actions.append(SendSnapshot(peer, edge.sent, fresh=False))
         return actions + self._initiate(now)
@@ -229,7 +229,7 @@ class GossipProtocol:
         if number != edge.applied + 1 or edge.announced > edge.applied:
             raise ValueError(f"snapshot {edge.applied + 1} is next (got {number})")
         edge.announced, edge.progress_at = number, now
-        actions = self.acknowledged(peer, number - 1, now)  # its acknowledgment may have been lost with a connection
+        actions = self._acknowledge(peer, number - 1, now)  # its acknowledgment may have been lost with a connection
         if edge.sent < number:
             self._deferred.append(peer)
             return actions + self._answer_deferred(now)
@@ -250,7 +250,11 @@ class GossipProtocol:
         return actions + self._answer_deferred(now) + self._initiate(now)
 
     def acknowledged(self, peer: int, number: int, now: float) -> list[Action]:
-        """The peer has applied snapshots up to `number`."""
+        """The peer has applied snapshots up to `number`. The next exchange with it may start, if no slow one is under way."""
+        actions = self._acknowledge(peer, number, now)
+        return actions if any(self._slow(edge, now) for edge in self._under_way()) else actions + self._initiate(now)
+
+    def _acknowledge(self, peer: int, number: int, now: float) -> list[Action]:
         edge = self.edges[peer]
         edge.progress_at = now
         self.suspected.discard(peer)
